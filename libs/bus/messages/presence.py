@@ -1,0 +1,76 @@
+"""Who is there, in which state, under what load."""
+
+from enum import Enum
+from typing import ClassVar
+
+import msgspec
+
+from libs.bus.port import Message
+
+
+class ServiceKind(Enum):
+    """The programs of the mesh; values are the folder names under services/."""
+
+    GATEWAY = "gateway"
+    ROUTER = "router"
+    PREFILL_WORKER = "prefill_worker"
+    DECODE_WORKER = "decode_worker"
+    KV_STORE = "kv_store"
+
+
+class ServiceState(Enum):
+    """A service's life as others see it. A gone service has no presence entry."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Presence(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the mesh. `incarnation` is new at every start: a restarted peer is a new peer."""
+
+    kind: ServiceKind
+    name: str
+    """Stable over restarts, for people: decode-0."""
+    incarnation: str
+    state: ServiceState
+    detail: str = ""
+    """What it is busy with while starting, or why it is not ready."""
+    pid: int = 0
+    host: str = ""
+    http_address: str = ""
+    """Where /live, /ready and /metrics of this process are."""
+    link_address: str = ""
+    model: str = ""
+    model_fingerprint: str = ""
+    """Equal fingerprints mean that KV of one is KV of the other (weights, dtype, block layout)."""
+    max_model_len: int = 0
+    runs_prompts: bool = False
+    """A decode worker of role `both`: needs no prefill worker."""
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker holds and has to do now."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_reserved: int = 0
+    """Sequences whose KV is still on its way."""
+    num_waiting_tokens: int = 0
+    """Prompt tokens queued or not yet computed."""
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    block_size: int = 0
+    tokens_per_second: float = 0.0
+    busy_share: float = 0.0
+    """Busy seconds of the device per second."""
+
+
+class LoadReport(Message, frozen=True, kw_only=True, tag="load"):
+    """Published by each worker a few times a second and when its load jumps; `sequence` rises."""
+
+    subject: ClassVar[str] = "kvmesh.load"
+    kind: ServiceKind
+    incarnation: str
+    sequence: int
+    load: WorkerLoad

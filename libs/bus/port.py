@@ -1,0 +1,135 @@
+"""What the mesh needs of a message bus. Two implementations pass one contract suite: NATS and in-memory.
+
+A message type knows its subject (`Message.subject`, with `{to}` for the incarnation it is addressed to) and, if it
+asks something, its answer (`Request[Answer]`). Delivery is at most once; whoever needs an answer asks for one.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import msgspec
+
+Answer = TypeVar("Answer")
+M = TypeVar("M", bound="Message")
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """A fact or an order, published to whoever listens on its subject."""
+
+    subject: ClassVar[str]
+
+
+class Request(Message, Generic[Answer], frozen=True, kw_only=True):
+    """A message that is answered once. `answer` is the type (or tagged union) that the answer decodes to."""
+
+    answer: ClassVar[Any]
+
+
+class BusError(Exception):
+    """The root of the bus's errors: `NotConnected`, `NoResponders`, `RequestTimedOut`, `MessageTooLarge`, `Undecodable`."""
+
+
+class NotConnected(BusError):
+    """The broker is away; raised at once instead of waiting for the timeout."""
+
+
+class NoResponders(BusError):
+    """Nobody serves this request: the incarnation addressed is gone."""
+
+
+class RequestTimedOut(BusError):
+    """No answer within `timeout_seconds`."""
+
+
+class MessageTooLarge(BusError):
+    """The encoded message exceeds the broker's max_payload; carries both sizes."""
+
+    def __init__(self, subject: str, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"message for {subject} has {size_bytes} bytes, the broker's max_payload is {limit_bytes}"
+        )
+        self.subject, self.size_bytes, self.limit_bytes = subject, size_bytes, limit_bytes
+
+
+class Undecodable(BusError):
+    """The peer sent something that is not the expected type: versions differ, or somebody else uses the subject."""
+
+
+class Subscription(Protocol):
+    """A live subscription; survives reconnects; `close` ends it after the handler in progress."""
+
+    async def close(self) -> None:
+        """Idempotent."""
+        ...
+
+
+class PresenceEntry(msgspec.Struct, frozen=True):
+    """One change in a presence bucket: `value` None says the key was deleted."""
+
+    key: str
+    value: bytes | None
+
+
+class Bus(Protocol):
+    """Publish, request and presence, typed by the messages."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the broker is reachable now."""
+        ...
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """What the broker accepts in one message."""
+        ...
+
+    async def publish(self, message: Message, *, to: str = "") -> None:
+        """Send without an answer. Raises MessageTooLarge or NotConnected at once, never blocks for long."""
+        ...
+
+    async def request(self, message: Request[Answer], *, to: str = "", timeout_seconds: float) -> Answer:
+        """Send and wait for the answer."""
+        ...
+
+    async def subscribe(
+        self,
+        message_type: type[M],
+        handler: Callable[[M], Awaitable[None] | None],
+        *,
+        at: str = "",
+        queue_group: str = "",
+    ) -> Subscription:
+        """Call `handler` for each message in order. A handler that is not a coroutine function is called directly
+        (token frames: no task per message). Its exceptions are logged and do not end the subscription.
+        Undecodable messages are counted and logged."""
+        ...
+
+    async def serve(
+        self,
+        request_type: type[Request[Answer]],
+        handler: Callable[[Any], Awaitable[Answer]],
+        *,
+        at: str = "",
+        queue_group: str = "",
+    ) -> Subscription:
+        """Answer requests; each handler runs as a task of its own (bounded in number), so a slow one delays nobody.
+        A handler that raises leaves the asker with `RequestTimedOut`-free, immediate `BusError`."""
+        ...
+
+    async def put_presence(self, key: str, value: bytes) -> None:
+        """Write a key that disappears by itself `presence_ttl_seconds` after its last put. Keys: [A-Za-z0-9_-.]."""
+        ...
+
+    async def delete_presence(self, key: str) -> None:
+        """Remove a key now."""
+        ...
+
+    def watch_presence(self) -> AbstractAsyncContextManager[AsyncIterator[PresenceEntry]]:
+        """All keys as they are, then every put and delete. Expiry may pass unannounced: a watcher keeps its own clock.
+        Goes on through broker restarts, also when the broker comes back empty."""
+        ...
+
+    async def close(self) -> None:
+        """Flush, end subscriptions, disconnect. Idempotent."""
+        ...

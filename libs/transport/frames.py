@@ -1,0 +1,81 @@
+"""Headers of the frames that workers and the store exchange over Links. Bodies are blocks of one layer.
+
+A layer's blocks travel as [num_blocks, num_kv_heads, 2, block_size, head_dim] (the pool's own layout), contiguous;
+`checksum` is xxh3-64 of the body, verified where it is adopted.
+"""
+
+import msgspec
+
+from libs.request.outcome import FailureReason
+from libs.request.sampling import TokenLogprobs
+
+
+class LayerBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
+    """KV of blocks `first_block`.. of one sequence in one layer, prefill -> decode."""
+
+    request_id: str
+    layer: int
+    first_block: int
+    num_blocks: int
+    checksum: int
+
+
+class HandOver(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
+    """All layers are sent; here is the first token. No body. prefill -> decode."""
+
+    request_id: str
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
+    prefill_started_unix_seconds: float = 0.0
+
+
+class HandOverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_failed"):
+    """The prompt could not be run. No body. prefill -> decode."""
+
+    request_id: str
+    reason: FailureReason
+    detail: str = ""
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Send me these blocks (body: 16-byte names), layer by layer. worker -> store."""
+
+    fetch_id: int
+    num_blocks: int
+
+
+class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
+    """One layer of the blocks of a Fetch; a later miss ends it with FetchMissed. store -> worker."""
+
+    fetch_id: int
+    layer: int
+    num_blocks: int
+    checksum: int
+
+
+class FetchMissed(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_missed"):
+    """The blocks are not there (any more). store -> worker."""
+
+    fetch_id: int
+
+
+class PutNames(msgspec.Struct, frozen=True, kw_only=True, tag="put_names"):
+    """Blocks about to be put (body: 16-byte names); their layers follow as PutLayer. worker -> store."""
+
+    put_id: int
+    num_blocks: int
+    num_layers: int
+    layer_bytes: int
+    """Bytes of one block in one layer."""
+
+
+class PutLayer(msgspec.Struct, frozen=True, kw_only=True, tag="put_layer"):
+    """One layer of the blocks of a PutNames. worker -> store."""
+
+    put_id: int
+    layer: int
+    checksum: int
+
+
+FrameHeader = LayerBlocks | HandOver | HandOverFailed | Fetch | Fetched | FetchMissed | PutNames | PutLayer
