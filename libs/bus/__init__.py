@@ -1,0 +1,1 @@
+"""Typed messages by conversation, over NATS or in memory."""

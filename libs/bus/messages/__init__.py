@@ -1,0 +1,1 @@
+"""All messages, grouped by conversation."""

@@ -1,0 +1,1 @@
+"""Settings: defaults < TOML file < environment < flags, frozen once read."""

@@ -1,0 +1,1 @@
+"""Block names, block layout, prefix tree: pure, no I/O."""

@@ -1,0 +1,1 @@
+"""Model families, weights, tokeniser, chat template."""

@@ -1,0 +1,1 @@
+"""How a service lives: open, ready, serve, drain, close; and how others see it."""

@@ -1,0 +1,1 @@
+"""Moves tensors between processes: one Link, several ways."""

@@ -1,0 +1,1 @@
+"""The kvmesh command: up, chat, status."""

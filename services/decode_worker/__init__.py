@@ -1,0 +1,1 @@
+"""Adopts KV, batches continuously, streams tokens, gives blocks back."""

@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP and SSE; each request's one terminal outcome."""

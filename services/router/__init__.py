@@ -1,0 +1,1 @@
+"""Places each request on a prefill and a decode instance."""

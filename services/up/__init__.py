@@ -1,0 +1,1 @@
+"""Starts everything on one machine by module name."""
