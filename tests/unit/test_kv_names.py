@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.kv.checksum import checksum
+from libs.kv.names import NAME_BYTES, block_names, next_name, root_name, split_names
+
+tokens = st.lists(st.integers(0, 200_000), max_size=70)
+
+
+@given(tokens, st.integers(1, 17))
+def test_every_full_block_and_no_other_has_a_name(ids: list[int], block_size: int) -> None:
+    names = block_names(ids, block_size, "model", "")
+    assert len(names) == len(ids) // block_size
+    assert all(len(name) == NAME_BYTES for name in names)
+
+
+@given(tokens, tokens, st.integers(1, 8))
+def test_names_agree_exactly_as_far_as_the_tokens_agree(a: list[int], b: list[int], block_size: int) -> None:
+    for index, (name_a, name_b) in enumerate(
+        zip(block_names(a, block_size, "m", "s"), block_names(b, block_size, "m", "s"), strict=False)
+    ):
+        until = (index + 1) * block_size
+        assert (name_a == name_b) == (a[:until] == b[:until])
+
+
+def test_names_do_not_cross_models_salts_or_block_sizes() -> None:
+    ids = list(range(16))
+    seen = {
+        block_names(ids[:size], size, fingerprint, salt)[0]
+        for fingerprint, salt, size in [
+            ("a", "", 8),
+            ("b", "", 8),
+            ("a", "x", 8),
+            ("ax", "", 8),
+            ("", "ax", 8),
+            ("a", "", 4),
+        ]
+    }
+    assert len(seen) == 6
+
+
+def test_a_chain_can_be_continued_from_its_last_name() -> None:
+    ids = np.arange(32, dtype="<i4")
+    names = block_names(ids, 16, "m", "")
+    first = next_name(root_name("m", "", 16), ids[:16].tobytes())
+    assert names == [first, next_name(first, ids[16:].tobytes())]
+
+
+def test_joined_names_split_again_and_torn_ones_are_refused() -> None:
+    names = block_names(list(range(48)), 16, "m", "")
+    assert split_names(b"".join(names)) == names
+    with pytest.raises(ValueError, match="16 bytes each"):
+        split_names(b"x" * 17)
+
+
+def test_the_checksum_is_xxh3_64_of_the_bytes_and_sees_one_flipped_bit() -> None:
+    body = np.arange(1000, dtype=np.uint8)
+    whole = checksum(body)
+    assert whole == xxhash.xxh3_64_intdigest(body.tobytes())
+    body[517] ^= 1
+    assert checksum(body) != whole
+    with pytest.raises(ValueError, match="contiguous"):
+        checksum(body[::2])
+
+
+def test_an_empty_body_has_a_checksum_too() -> None:
+    assert checksum(np.empty(0, dtype=np.uint8)) == xxhash.xxh3_64_intdigest(b"")
