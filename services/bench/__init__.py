@@ -1,0 +1,1 @@
+"""What this machine reaches, and what others reach on it: every number with its ratio."""
