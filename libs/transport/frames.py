@@ -1,12 +1,14 @@
 """Headers of the frames that workers and the store exchange over Links. Bodies are blocks of one layer.
 
-A layer's blocks travel as [num_blocks, num_kv_heads, 2, block_size, head_dim] (the pool's own layout), contiguous;
-`checksum` is xxh3-64 of the body, verified where it is adopted.
+A layer's blocks travel as [num_blocks, num_kv_heads, 2, block_size, head_dim] (the pool's own layout), contiguous.
+Between workers `checksum` is xxh3-64 of the body. To and from the store it is xxh3-64 over the little-endian xxh3-64
+of each block, so that what the store kept beside a block at its put still proves the block when it is fetched with
+others. Either is verified where the blocks are adopted.
 """
 
 import msgspec
 
-from libs.request.outcome import FailureReason
+from libs.request.outcome import FailureReason, FinishReason
 from libs.request.sampling import TokenLogprobs
 
 
@@ -25,6 +27,8 @@ class HandOver(msgspec.Struct, frozen=True, kw_only=True, tag="handover"):
 
     request_id: str
     token_id: int
+    finish: FinishReason | None = None
+    """Set when the first token is also the last."""
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
     prefill_started_unix_seconds: float = 0.0
@@ -36,6 +40,12 @@ class HandOverFailed(msgspec.Struct, frozen=True, kw_only=True, tag="handover_fa
     request_id: str
     reason: FailureReason
     detail: str = ""
+
+
+class StillQueued(msgspec.Struct, frozen=True, kw_only=True, tag="still_queued"):
+    """These prompts wait or run here; keep their blocks. Renews leases. No body. prefill -> decode."""
+
+    request_ids: tuple[str, ...]
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
@@ -78,4 +88,14 @@ class PutLayer(msgspec.Struct, frozen=True, kw_only=True, tag="put_layer"):
     checksum: int
 
 
-FrameHeader = LayerBlocks | HandOver | HandOverFailed | Fetch | Fetched | FetchMissed | PutNames | PutLayer
+FrameHeader = (
+    LayerBlocks
+    | HandOver
+    | HandOverFailed
+    | StillQueued
+    | Fetch
+    | Fetched
+    | FetchMissed
+    | PutNames
+    | PutLayer
+)

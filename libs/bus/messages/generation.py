@@ -36,6 +36,8 @@ class Place(Request[Placed | Refused], frozen=True, kw_only=True, tag="place"):
     deadline_unix_seconds: float
     exclude: tuple[str, ...] = ()
     """Incarnations that just failed this request."""
+    model: str = ""
+    """Only instances whose presence says this model; empty: any."""
     traceparent: str = ""
 
 

@@ -64,6 +64,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float = 0.0
     busy_share: float = 0.0
     """Busy seconds of the device per second."""
+    recent_request_ids: tuple[str, ...] = ()
+    """Attempts taken in within the last seconds: what is named here is counted in the figures above."""
 
 
 class LoadReport(Message, frozen=True, kw_only=True, tag="load"):
