@@ -1,0 +1,98 @@
+"""Reading settings: defaults < TOML file < environment < flags."""
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from libs.config.errors import BadSetting, HelpAsked, MissingSetting, SettingsError
+from libs.config.fields import Setting, settings_of
+from libs.config.help import help_text
+from libs.config.known import KNOWN_FIELDS
+from libs.config.sources import Given, from_environment, from_file, from_flags
+
+EXIT_BAD_SETTINGS = 2
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+CONFIG = Setting(
+    name="config",
+    annotation=str,
+    description="TOML file: table [mesh] for all services, one table per service",
+    allowed="the path of a TOML file",
+    default="",
+    is_required=False,
+    is_bool=False,
+    is_list=False,
+    is_secret=False,
+)
+
+
+def load_settings(
+    settings_type: type[S], argv: Sequence[str], environ: Mapping[str, str], service_name: str
+) -> S:
+    """Settings of one service. `argv` is without the program's name.
+
+    Raises SettingsError (its text is one line for a person) and HelpAsked (carrying the help text).
+    """
+    settings = settings_of(settings_type)
+    known_fields = KNOWN_FIELDS.union(settings)
+    readable = {**settings, "config": CONFIG}
+    try:
+        flags = from_flags(argv, readable)
+    except HelpAsked:
+        raise HelpAsked(help_text(service_name, settings_type.__doc__ or "", readable.values())) from None
+    variables = from_environment(environ, readable, known_fields)
+    merged: dict[str, Given] = {}
+    if config := flags.get("config") or variables.get("config"):
+        merged |= from_file(Path(config.value).expanduser(), service_name, settings, known_fields)
+    merged |= variables | flags
+    values = {name: read_value(settings[name], given) for name, given in merged.items() if name in settings}
+    for setting in settings.values():
+        if setting.is_required and setting.name not in values:
+            raise MissingSetting(
+                f"{setting.flag} (or {setting.variables[0]}) is needed: {setting.description}"
+            )
+    return settings_type(**values)
+
+
+def read_value(setting: Setting, given: Given) -> Any:
+    """The typed value of one setting. Raises BadSetting."""
+    value: Any = given.value
+    if given.is_text and setting.is_list:
+        value = [item.strip() for item in value.split(",") if item.strip()]
+    try:
+        typed = msgspec.convert(value, setting.annotation, strict=not given.is_text)
+    except msgspec.ValidationError as error:
+        raise BadSetting(
+            given.origin, "***" if setting.is_secret else given.value, setting.allowed
+        ) from error
+    if isinstance(typed, float) and not math.isfinite(typed):
+        raise BadSetting(given.origin, given.value, setting.allowed)
+    return typed
+
+
+def load_settings_or_exit(
+    settings_type: type[S],
+    service_name: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> S:
+    """As `load_settings`, for this process: ends it with 0 after --help and with 2 and one line on errors."""
+    try:
+        return load_settings(
+            settings_type,
+            sys.argv[1:] if argv is None else argv,
+            os.environ if environ is None else environ,
+            service_name,
+        )
+    except HelpAsked as help_asked:
+        print(help_asked)
+        raise SystemExit(0) from None
+    except SettingsError as error:
+        print(f"{service_name}: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_BAD_SETTINGS) from None
