@@ -1,0 +1,46 @@
+"""Prometheus helpers. A program declares all its metrics in one file, in the registry of its runtime."""
+
+from prometheus_client import CollectorRegistry, Gauge, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+SECONDS_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+"""For time to first token, queues and whole requests."""
+
+TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+"""For the time between two tokens."""
+
+TRANSFER_SECONDS_BUCKETS = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.5,
+    1.0,
+    5.0,
+)
+"""For tensors between processes."""
+
+
+def new_registry(*, service: str, name: str, incarnation: str, version: str) -> CollectorRegistry:
+    """A registry with the process's own metrics and `kvmesh_service_info`; never the global one."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    labels = {"service": service, "name": name, "incarnation": incarnation, "version": version}
+    info = Gauge("kvmesh_service_info", "Who this process is.", labelnames=list(labels), registry=registry)
+    info.labels(**labels).set(1)
+    return registry
+
+
+def exposition(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
+    """The body of /metrics and its content type, in the format that the `accept` header asks for."""
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
