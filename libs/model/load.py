@@ -1,0 +1,55 @@
+"""Loads a model from a Hugging Face directory or a GGUF file."""
+
+from pathlib import Path
+
+import torch
+
+from libs.model.assemble import OnProgress, assemble
+from libs.model.checkpoint import Checkpoint
+from libs.model.config import ModelConfig, within_sliding_window
+from libs.model.errors import UnsupportedModel
+from libs.model.fingerprint import fingerprint
+from libs.model.gguf_checkpoint import GgufCheckpoint
+from libs.model.gguf_config import gguf_config
+from libs.model.gguf_file import read_gguf
+from libs.model.hf_config import read_hf_config
+from libs.model.model import Model
+from libs.model.safetensors_checkpoint import SafetensorsCheckpoint
+from libs.model.source import find_model
+
+__all__ = ["find_model", "load_model"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_model(
+    source: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    on_progress: OnProgress | None = None,
+    max_model_len: int | None = None,
+) -> Model:
+    """The model that lies at `source` (a path from `find_model`), in `dtype` on `device`.
+
+    `on_progress` gets the fraction of the weights' bytes that is loaded, after each tensor. `max_model_len`
+    tells how long sequences may become, which lets models with a sliding window be served below it.
+
+    Raises:
+        UnsupportedModel, BrokenModel: with what to do about it.
+    """
+    if dtype not in _DTYPES:
+        raise UnsupportedModel(f"dtype {dtype} is not supported; use one of {', '.join(map(str, _DTYPES))}")
+    config, checkpoint = _open(source)
+    config = within_sliding_window(config, max_model_len)
+    weights = assemble(config, checkpoint, dtype=dtype, device=torch.device(device), on_progress=on_progress)
+    name = fingerprint(config, checkpoint.spans, str(dtype).removeprefix("torch."))
+    return Model(config, weights, fingerprint=name)
+
+
+def _open(source: Path) -> tuple[ModelConfig, Checkpoint]:
+    if source.is_file():
+        file = read_gguf(source)
+        config = gguf_config(file)
+        return config, GgufCheckpoint(file, config)
+    return read_hf_config(source), SafetensorsCheckpoint(source)
