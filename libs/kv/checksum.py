@@ -1,4 +1,4 @@
-"""The checksum that travels with every KV body: xxh3-64, against corruption and mix-ups, not attackers."""
+"""The checksums that travel with KV: xxh3-64, against corruption and mix-ups, not attackers."""
 
 from typing import cast
 
@@ -15,3 +15,16 @@ def checksum(body: NDArray[np.uint8]) -> int:
         )
     # The buffer protocol avoids a copy; xxhash's stub names only bytes-like types.
     return xxhash.xxh3_64_intdigest(cast("bytes", body.data))
+
+
+def block_checksums(body: NDArray[np.uint8], num_blocks: int) -> NDArray[np.uint64]:
+    """xxh3-64 of each of the `num_blocks` equal parts of `body`. Raises ValueError for unequal parts."""
+    if num_blocks < 1 or body.size % num_blocks:
+        raise ValueError(f"{body.size} bytes are not {num_blocks} equal blocks")
+    parts = body.reshape(num_blocks, -1)
+    return np.fromiter((checksum(part) for part in parts), dtype=np.uint64, count=num_blocks)
+
+
+def checksum_of_blocks(checksums: NDArray[np.uint64]) -> int:
+    """One number that proves all the blocks: xxh3-64 over their little-endian checksums."""
+    return checksum(checksums.astype("<u8").view(np.uint8))

@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.kv.checksum import checksum
+from libs.kv.checksum import block_checksums, checksum, checksum_of_blocks
 from libs.kv.names import NAME_BYTES, block_names, next_name, root_name, split_names
+from libs.kv.tensors import BlockShape, bytes_of
 
 tokens = st.lists(st.integers(0, 200_000), max_size=70)
 
@@ -68,3 +70,24 @@ def test_the_checksum_is_xxh3_64_of_the_bytes_and_sees_one_flipped_bit() -> None
 
 def test_an_empty_body_has_a_checksum_too() -> None:
     assert checksum(np.empty(0, dtype=np.uint8)) == xxhash.xxh3_64_intdigest(b"")
+
+
+def test_block_checksums_prove_each_block_wherever_it_travels() -> None:
+    body = np.arange(120, dtype=np.uint8)
+    sums = block_checksums(body, 3)
+    assert sums.tolist() == [checksum(body[:40]), checksum(body[40:80]), checksum(body[80:])]
+    assert checksum_of_blocks(sums[:2]) == checksum_of_blocks(block_checksums(body[:80], 2))
+    assert checksum_of_blocks(sums[:2]) != checksum_of_blocks(sums[[1, 0]])
+    with pytest.raises(ValueError, match="equal blocks"):
+        block_checksums(body, 7)
+
+
+def test_blocks_are_the_same_memory_as_bytes_and_as_a_tensor() -> None:
+    shape = BlockShape(num_kv_heads=3, block_size=16, head_dim=8, dtype=torch.bfloat16)
+    blocks = torch.randn(5, 3, 2, 16, 8).to(torch.bfloat16)
+    body = bytes_of(blocks)
+    assert body.size == 5 * shape.num_bytes
+    assert torch.equal(shape.tensor_of(body, 5), blocks)
+    assert shape.tensor_of(body, 5).data_ptr() == blocks.data_ptr()
+    with pytest.raises(ValueError, match="4 blocks take"):
+        shape.tensor_of(body, 4)
