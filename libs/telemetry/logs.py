@@ -18,10 +18,10 @@ _NOISY_LIBRARIES = ("httpx", "httpcore", "asyncio", "urllib3", "nats")
 
 
 def configure_logs(
-    *,
     service: str,
     name: str,
     incarnation: str,
+    *,
     level: LogLevel = "info",
     log_format: LogFormat = "auto",
     stream: TextIO | None = None,

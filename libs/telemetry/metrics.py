@@ -29,7 +29,7 @@ TRANSFER_SECONDS_BUCKETS = (
 """For tensors between processes."""
 
 
-def new_registry(*, service: str, name: str, incarnation: str, version: str) -> CollectorRegistry:
+def new_registry(service: str, name: str, incarnation: str, *, version: str) -> CollectorRegistry:
     """A registry with the process's own metrics and `kvmesh_service_info`; never the global one."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)

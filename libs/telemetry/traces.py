@@ -100,9 +100,9 @@ _tracing = Tracing(None)
 
 
 def configure_traces(
-    *, service: str, name: str, incarnation: str, endpoint: str = "", exporter: SpanExporter | None = None
+    service: str, name: str, incarnation: str, *, endpoint: str = "", exporter: SpanExporter | None = None
 ) -> Tracing:
-    """Export by OTLP/HTTP to `endpoint` (http://host:4318), or to `exporter`; with neither, spans do nothing."""
+    """Export by OTLP/HTTP to `endpoint` (http://host:4318) or to `exporter`; with neither, do nothing."""
     global _tracing
     if endpoint and exporter is None:
         url = endpoint.rstrip("/") + "/v1/traces"

@@ -1,0 +1,61 @@
+"""Tells the mesh that this process lives, in which state and under what load."""
+
+import asyncio
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+import structlog
+
+from libs.bus.messages.presence import LoadReport, WorkerLoad
+from libs.bus.port import BusError
+from libs.runtime.runtime import Runtime
+
+HEARTBEAT_SECONDS = 0.5
+LOAD_REPORT_SECONDS = 0.25
+MIN_LOAD_GAP_SECONDS = 0.02
+"""A load that jumps all the time is reported at most this often."""
+
+log = structlog.get_logger()
+
+
+async def beat(runtime: Runtime) -> NoReturn:
+    """Put this process's presence every half second and at once when it changes.
+
+    A broker that is away, or that came back empty, needs nothing special: the next beat puts the entry again.
+    """
+    changed = asyncio.Event()
+    runtime.on_presence_changed(changed.set)
+    was_heard = True
+    while True:
+        changed.clear()
+        try:
+            await runtime.bus.put_presence(runtime.incarnation, msgspec.msgpack.encode(runtime.presence))
+            if not was_heard:
+                log.info("presence_restored")
+            was_heard = True
+        except BusError as error:
+            if was_heard:
+                log.warning("presence_not_put", error=str(error))
+            was_heard = False
+        try:
+            async with asyncio.timeout(HEARTBEAT_SECONDS):
+                await changed.wait()
+        except TimeoutError:
+            pass
+
+
+async def report_load(runtime: Runtime, load: Callable[[], WorkerLoad]) -> NoReturn:
+    """Publish `load()` four times a second and soon after `runtime.load_changed()`."""
+    sequence = 0
+    while True:
+        await runtime.wait_load_changed(LOAD_REPORT_SECONDS - MIN_LOAD_GAP_SECONDS)
+        sequence += 1
+        report = LoadReport(
+            kind=runtime.identity.kind, incarnation=runtime.incarnation, sequence=sequence, load=load()
+        )
+        try:
+            await runtime.bus.publish(report)
+        except BusError as error:
+            log.debug("load_not_reported", error=str(error))
+        await asyncio.sleep(MIN_LOAD_GAP_SECONDS)

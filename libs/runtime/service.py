@@ -1,0 +1,99 @@
+"""Running a service as a program."""
+
+import os
+import socket
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import TypeVar
+
+import structlog
+import uvloop
+
+from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
+from libs.bus.port import Bus
+from libs.config.load import load_settings_or_exit
+from libs.runtime.connect import connect_bus
+from libs.runtime.http_server import HttpServer
+from libs.runtime.identity import Identity, new_identity
+from libs.runtime.life import Service, Stop, live
+from libs.runtime.probes import probe_app
+from libs.runtime.runtime import Runtime
+from libs.runtime.settings import RuntimeSettings
+from libs.runtime.signals import PARENT_VARIABLE, die_with_parent, stop_on_signals
+from libs.telemetry.logs import configure_logs
+from libs.telemetry.metrics import new_registry
+from libs.telemetry.traces import configure_traces
+
+S = TypeVar("S", bound=RuntimeSettings)
+
+log = structlog.get_logger()
+
+
+def run_service(
+    kind: ServiceKind, settings_type: type[S], build: Callable[[S], Service], *, serves_probes: bool = True
+) -> None:
+    """Read settings, live, and end the process: 0 asked to end, 1 broken, 2 bad settings.
+
+    `serves_probes` False is for a program whose own HTTP server has /live, /ready and /metrics.
+    """
+    settings = load_settings_or_exit(settings_type, kind.value)
+    if parent_pid := int(os.environ.get(PARENT_VARIABLE, "0")):
+        die_with_parent(parent_pid)
+    raise SystemExit(uvloop.run(_run(kind, settings, build, serves_probes, parent_pid)))
+
+
+async def _run(
+    kind: ServiceKind, settings: S, build: Callable[[S], Service], serves_probes: bool, parent_pid: int
+) -> int:
+    identity = new_identity(kind, settings.name)
+    who = (kind.value, identity.name, identity.incarnation)
+    configure_logs(*who, level=settings.log_level, log_format=settings.log_format)
+    tracing = configure_traces(*who, endpoint=settings.otel_exporter_otlp_endpoint)
+    stop = Stop()
+    stop_on_signals(stop, drain_timeout_seconds=settings.drain_timeout_seconds, parent_pid=parent_pid)
+    bus = await connect_bus(settings.nats_server, identity, stop.asked)
+    if bus is None:
+        return 0
+    try:
+        return await live_on(bus, identity, settings, build(settings), stop, serves_probes=serves_probes)
+    finally:
+        await bus.close()
+        tracing.close()
+        log.info("service_ended")
+
+
+async def live_on(
+    bus: Bus,
+    identity: Identity,
+    settings: RuntimeSettings,
+    service: Service,
+    stop: Stop,
+    *,
+    serves_probes: bool,
+) -> int:
+    """One life on a bus that is connected; returns the exit code. Component tests start here."""
+    registry = new_registry(
+        identity.kind.value, identity.name, identity.incarnation, version=version("kvmesh")
+    )
+    presence = Presence(
+        kind=identity.kind,
+        name=identity.name,
+        incarnation=identity.incarnation,
+        state=ServiceState.STARTING,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+    )
+    runtime = Runtime(identity, bus, registry, presence)
+    if not serves_probes:
+        return await live(service, runtime, stop, drain_timeout_seconds=settings.drain_timeout_seconds)
+    probes = HttpServer(
+        probe_app(lambda: runtime.presence, registry),
+        host=settings.probe_host,
+        port=settings.probe_port,
+        drain_timeout_seconds=1,
+    )
+    runtime.describe(http_address=await probes.open())
+    try:
+        return await live(service, runtime, stop, drain_timeout_seconds=settings.drain_timeout_seconds)
+    finally:
+        await probes.close()
