@@ -1,0 +1,137 @@
+"""The router on the bus: hears the cluster, answers `Place`."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NoReturn
+
+import structlog
+
+from libs.bus.messages.generation import Place, Placed, Refused, Unplace
+from libs.bus.messages.presence import LoadReport, ServiceKind
+from libs.bus.port import Subscription
+from libs.runtime.roster import Roster, RosterChange, watch_roster
+from libs.runtime.runtime import Runtime
+from libs.telemetry.traces import start_span
+from services.router.admission import Admission, AdmissionRules, Answer
+from services.router.matching import Matching
+from services.router.metrics import RouterMetrics
+from services.router.policy import POLICIES
+from services.router.settings import RouterSettings
+from services.router.view import WORKERS, ClusterView
+
+QUEUE_GROUP = "routers"
+PLACEMENT_SECONDS = 5.0
+"""Within this a gateway has told the workers about a placement, or is gone."""
+MAX_PLACEMENTS = 65536
+
+log = structlog.get_logger()
+
+
+class RouterService:
+    """One router. `clock` gives unix seconds."""
+
+    def __init__(self, settings: RouterSettings, clock: Callable[[], float] = time.time) -> None:
+        self._settings, self._clock = settings, clock
+        self._view = ClusterView(
+            stale_after_seconds=settings.stale_after_seconds,
+            placement_seconds=PLACEMENT_SECONDS,
+            max_placements=MAX_PLACEMENTS,
+        )
+        rules = AdmissionRules(
+            max_queue=settings.max_queue,
+            no_workers_grace_seconds=settings.no_workers_grace_seconds,
+            starting_grace_seconds=settings.starting_grace_seconds,
+        )
+        matching = Matching(POLICIES[settings.policy], settings.max_waiting_tokens)
+        self._admission = Admission(rules, matching, self._view, clock())
+        self._roster = Roster()
+        self._waiting: dict[int, asyncio.Future[Placed | Refused]] = {}
+        self._changed = asyncio.Event()
+        self._subscriptions: list[Subscription] = []
+        self._placing: Subscription | None = None
+
+    async def open(self, runtime: Runtime) -> None:
+        """Start to listen; ready at once, because requests may wait until workers are heard."""
+        self._metrics = RouterMetrics(runtime.registry)
+        self._metrics.num_requests_waiting.set_function(lambda: len(self._admission))
+        self._metrics.num_placements.set_function(self._view.num_placements)
+        for kind in WORKERS:
+            self._metrics.num_instances.labels(kind.value).set_function(partial(self._num_ready, kind))
+        runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
+        runtime.spawn("clock", self._keep_time())
+        self._subscriptions.append(await runtime.bus.subscribe(LoadReport, self._hear))
+        self._subscriptions.append(await runtime.bus.subscribe(Unplace, self._unplace))
+        self._placing = await runtime.bus.serve(Place, self._place, queue_group=QUEUE_GROUP)
+
+    async def drain(self) -> None:
+        """Leave the queue group, then refuse those who wait here; another router can place them."""
+        self._tell(self._admission.drain())
+        if self._placing is not None:
+            await self._placing.close()
+
+    async def close(self) -> None:
+        """End the subscriptions. Whoever still waits is refused."""
+        self._tell(self._admission.drain())
+        for subscription in [*self._subscriptions, *([self._placing] if self._placing else [])]:
+            await subscription.close()
+
+    def _num_ready(self, kind: ServiceKind) -> int:
+        return len(self._view.ready(kind, self._clock()))
+
+    async def _place(self, place: Place) -> Placed | Refused:
+        now = self._clock()
+        with start_span("router.place", place.traceparent, request_id=place.request_id) as span:
+            ticket, answers = self._admission.enter(place, now)
+            future: asyncio.Future[Placed | Refused] = asyncio.get_running_loop().create_future()
+            self._waiting[ticket.number] = future
+            self._tell(answers)
+            try:
+                outcome = await future
+            finally:
+                del self._waiting[ticket.number]
+                self._admission.leave(ticket.number)
+            span.set("outcome", outcome.reason.value if isinstance(outcome, Refused) else "placed")
+        self._count(outcome, self._clock() - now)
+        return outcome
+
+    def _unplace(self, message: Unplace) -> None:
+        self._tell(self._admission.withdraw(message.request_id, self._clock()))
+
+    def _hear(self, report: LoadReport) -> None:
+        now = self._clock()
+        self._view.hear(report, now)
+        self._tell(self._admission.decide(now))
+
+    def _roster_changed(self, change: RosterChange) -> None:
+        for presence in change.departed:
+            log.info("peer_departed", peer=presence.name, incarnation=presence.incarnation)
+        self._view.set_members(self._roster.all())
+        self._tell(self._admission.decide(self._clock()))
+
+    def _tell(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            future = self._waiting.get(answer.ticket.number)
+            if future is not None and not future.done():
+                future.set_result(answer.outcome)
+        self._changed.set()
+
+    async def _keep_time(self) -> NoReturn:
+        """Deadlines, graces and silences pass without a message: decide again when the next one does."""
+        while True:
+            self._changed.clear()
+            now = self._clock()
+            wake_at = self._admission.next_wake(now)
+            try:
+                async with asyncio.timeout(None if wake_at == float("inf") else max(0.0, wake_at - now)):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._tell(self._admission.decide(self._clock()))
+
+    def _count(self, outcome: Placed | Refused, seconds: float) -> None:
+        self._metrics.queue_seconds.observe(seconds)
+        if isinstance(outcome, Refused):
+            self._metrics.refused.labels(outcome.reason.value).inc()
+        else:
+            self._metrics.placed.inc()
