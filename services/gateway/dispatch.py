@@ -1,0 +1,297 @@
+"""The way of a session over the bus: place, reserve, prefill, tokens; again elsewhere when something breaks.
+
+`Dispatch` awaits a bus that `service` gives it. Frames, departures and load reports come in as plain calls.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import structlog
+
+from libs.bus.messages.generation import Abort, Place, Placed, Prefill, Refused, Reserve, TokenFrame, Unplace
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
+from libs.bus.port import (
+    BusError,
+    Message,
+    MessageTooLarge,
+    NoResponders,
+    NotConnected,
+    Request,
+    RequestTimedOut,
+)
+from libs.request.outcome import FailureReason
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.readmission import (
+    ROUTER,
+    Again,
+    History,
+    Limits,
+    RefusedBy,
+    Trouble,
+    Unreachable,
+    next_step,
+)
+from services.gateway.session import Attempt, Failed, Interruption, Outcome, Session
+
+Answer = TypeVar("Answer")
+
+MAX_STRAYS = 10_000
+IDLE_REPORTS_BEFORE_LOST = 4
+IDLE_SECONDS_BEFORE_LOST = 2.0
+
+ABORTED = Failed(FailureReason.ABORTED, "nobody waits for it any more")
+
+log = structlog.get_logger()
+
+
+class AskingBus(Protocol):
+    """The two verbs of the bus that a dispatch needs."""
+
+    async def publish(self, message: Message, *, to: str = "") -> None:
+        """As in `libs.bus.port.Bus`."""
+        ...
+
+    async def request(self, message: Request[Answer], *, to: str = "", timeout_seconds: float) -> Answer:
+        """As in `libs.bus.port.Bus`."""
+        ...
+
+
+class TooLargeForBroker(Exception):
+    """The prompt's message exceeds what the broker takes; carries both sizes."""
+
+    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"the request becomes a message of {size_bytes} bytes; the broker's max_payload is {limit_bytes}"
+        )
+
+
+class Dispatch:
+    """All live sessions of this gateway. One `run` per session; leaving it frees everything everywhere."""
+
+    def __init__(
+        self,
+        bus: AskingBus,
+        gateway: str,
+        limits: Limits,
+        metrics: GatewayMetrics,
+        *,
+        reply_timeout_seconds: float = 5.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bus, self._gateway, self._limits, self._metrics = bus, gateway, limits, metrics
+        self._reply_timeout_seconds = reply_timeout_seconds
+        self._now = now
+        self._live: dict[str, Session] = {}
+        self._strays: dict[str, str] = {}
+        self._strays_came = asyncio.Event()
+
+    @property
+    def num_live(self) -> int:
+        """Sessions with a live attempt."""
+        return len(self._live)
+
+    def num_waiting(self) -> int:
+        """Sessions without a token yet."""
+        return sum(session.times.first_token is None for session in self._live.values())
+
+    async def run(self, session: Session) -> Outcome:
+        """Bring a session to its outcome. Cancelling it aborts the sequence everywhere.
+
+        Raises TooLargeForBroker; all else is an outcome.
+        """
+        history = History()
+        try:
+            async with asyncio.timeout(max(0.0, session.deadline_unix_seconds - time.time())):
+                while session.outcome is None:
+                    trouble = await self._attempt(session, history)
+                    if trouble is not None:
+                        await self._after(trouble, session, history)
+        except TimeoutError:
+            detail = f"not finished within its deadline, {len(session.output)} tokens were made"
+            session.end(Failed(FailureReason.DEADLINE, detail))
+        finally:
+            session.end(ABORTED)
+        return session.outcome or ABORTED
+
+    def on_frame(self, frame: TokenFrame) -> None:
+        """Give each delta to its session; one call per step of a worker."""
+        now = self._now()
+        for delta in frame.deltas:
+            session = self._live.get(delta.request_id)
+            if session is None:
+                self._metrics.stale_deltas.inc()
+                if delta.finish is None and delta.failure is None:
+                    self._note_stray(delta.request_id, frame.worker)
+                continue
+            last = session.times.last_token
+            if num_new := session.accept(delta, now):
+                self._metrics.note_tokens(session, num_new, last, now)
+
+    def on_departed(self, presence: Presence) -> None:
+        """A process left: interrupt what cannot go on without it."""
+        is_router = presence.kind is ServiceKind.ROUTER
+        for session in list(self._live.values()):
+            attempt = session.attempt
+            if attempt is None:
+                continue
+            if attempt.depends_on(presence.incarnation):
+                detail = f"{presence.name} left the mesh"
+                session.interrupt(Interruption(FailureReason.PEER_LOST, detail, lost=presence.incarnation))
+            elif is_router and not attempt.decode:
+                detail = f"{presence.name} left while the request was queued there"
+                session.interrupt(Interruption(FailureReason.PEER_LOST, detail))
+
+    def on_load(self, report: LoadReport) -> None:
+        """A worker that has nothing to do does not work on our sessions: their last frame was lost."""
+        load, now = report.load, self._now()
+        if report.kind is not ServiceKind.DECODE_WORKER:
+            return
+        if load.num_running or load.num_waiting or load.num_reserved:
+            return
+        for session in list(self._live.values()):
+            attempt = session.attempt
+            if attempt is None or attempt.decode != report.incarnation or not attempt.is_begun:
+                continue
+            attempt.num_idle_reports += 1
+            is_silent = now - attempt.last_heard_seconds >= IDLE_SECONDS_BEFORE_LOST
+            if is_silent and attempt.num_idle_reports >= IDLE_REPORTS_BEFORE_LOST:
+                detail = f"its worker no longer knows {attempt.request_id}"
+                session.interrupt(Interruption(FailureReason.PEER_LOST, detail))
+
+    async def abort_strays(self) -> None:
+        """For ever: tell workers about sequences that nobody here waits for, in case an abort was lost."""
+        while True:
+            await self._strays_came.wait()
+            self._strays_came.clear()
+            strays, self._strays = self._strays, {}
+            for request_id, worker in strays.items():
+                await self._tell(Abort(request_id=request_id), to=worker)
+
+    def _note_stray(self, request_id: str, worker: str) -> None:
+        if len(self._strays) < MAX_STRAYS:
+            self._strays[request_id] = worker
+            self._strays_came.set()
+
+    async def _after(self, trouble: Trouble, session: Session, history: History) -> None:
+        step = next_step(trouble, history, self._limits)
+        if not isinstance(step, Again):
+            session.end(step)
+            return
+        cause = type(trouble).__name__.lower()
+        self._metrics.readmissions.labels(cause).inc()
+        log.info("session_readmitted", session=session.name, cause=cause, trouble=str(trouble))
+        if step.wait_seconds:
+            await asyncio.sleep(step.wait_seconds)
+
+    async def _attempt(self, session: Session, history: History) -> Trouble | None:
+        """One placement up to its end. None: the session has its outcome."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        attempt = session.begin_attempt(partial(_resolve, over))
+        self._live[attempt.request_id] = session
+        try:
+            trouble = await self._place(session, attempt, history, over)
+            if trouble is None and session.outcome is None:
+                await over
+            return None if session.outcome else trouble or attempt.interruption
+        finally:
+            del self._live[attempt.request_id]
+            attempt.is_over = True
+            await self._release(session, attempt)
+
+    async def _place(
+        self, session: Session, attempt: Attempt, history: History, over: "asyncio.Future[None]"
+    ) -> Trouble | None:
+        """Up to the prompt lying with its worker. None: wait for `over`, which may have come already."""
+        place = Place(
+            request_id=attempt.request_id,
+            num_tokens=len(session.prompt) + len(session.output),
+            max_new_tokens=session.sampling.max_tokens - len(session.output),
+            deadline_unix_seconds=session.deadline_unix_seconds,
+            exclude=history.exclude,
+            model=session.model,
+            traceparent=session.traceparent,
+        )
+        queue_seconds = max(0.1, session.deadline_unix_seconds - time.time() + 1.0)
+        placed = await self._ask(place, over, who=ROUTER, timeout_seconds=queue_seconds)
+        if not isinstance(placed, Placed):
+            return placed
+        attempt.prefill, attempt.decode = placed.prefill, placed.decode
+        generation = session.generation(attempt, self._gateway)
+        reserved = await self._ask(
+            Reserve(generation=generation, prefill=placed.prefill), over, who=placed.decode
+        )
+        if reserved is None or isinstance(reserved, RefusedBy | Unreachable):
+            return reserved
+        history.num_begun += 1
+        attempt.is_begun, attempt.last_heard_seconds = True, self._now()
+        if not placed.prefill:
+            return None
+        prefill = Prefill(generation=generation, decode=placed.decode, link_address=reserved.link_address)
+        queued = await self._ask(prefill, over, who=placed.prefill)
+        return queued if isinstance(queued, RefusedBy | Unreachable) else None
+
+    async def _ask(
+        self,
+        message: Request[Answer | Refused],
+        over: "asyncio.Future[None]",
+        *,
+        who: str,
+        timeout_seconds: float | None = None,
+    ) -> Answer | RefusedBy | Unreachable | None:
+        """The answer, or why there is none; None when the attempt was over first."""
+        asking = asyncio.create_task(
+            self._bus.request(message, to=who, timeout_seconds=timeout_seconds or self._reply_timeout_seconds)
+        )
+        ends: list[asyncio.Future[Any]] = [asking, over]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if over.done():
+                return None
+            answer = asking.result()
+        except MessageTooLarge as error:
+            raise TooLargeForBroker(error.size_bytes, error.limit_bytes) from error
+        except NotConnected as error:
+            return Unreachable(ROUTER, f"the message broker is away: {error}")
+        except (NoResponders, RequestTimedOut, BusError) as error:
+            return Unreachable(
+                who, f"no answer to {type(message).__name__} from {who or 'the router'}: {error}"
+            )
+        finally:
+            await _settle(asking)
+        return RefusedBy(who, answer) if isinstance(answer, Refused) else answer
+
+    async def _release(self, session: Session, attempt: Attempt) -> None:
+        """Tell everybody who may still hold something. What gets lost here is freed by leases."""
+        if attempt.is_ended_by_worker and attempt.interruption is None:
+            return
+        if attempt.decode and not attempt.is_ended_by_worker:
+            await self._tell(Abort(request_id=attempt.request_id), to=attempt.decode)
+        if attempt.prefill:
+            await self._tell(Abort(request_id=attempt.request_id), to=attempt.prefill)
+        await self._tell(Unplace(request_id=attempt.request_id))
+
+    async def _tell(self, message: Message, to: str = "") -> None:
+        try:
+            await self._bus.publish(message, to=to)
+        except BusError as error:
+            log.info(
+                "release_not_sent", message=msgspec.json.encode(message).decode(), to=to, error=str(error)
+            )
+
+
+def _resolve(over: "asyncio.Future[None]") -> None:
+    if not over.done():
+        over.set_result(None)
+
+
+async def _settle(asking: "asyncio.Task[Any]") -> None:
+    """Cancel what is still asked and wait for its end; its result no longer matters."""
+    if not asking.done():
+        asking.cancel()
+        await asyncio.wait({asking})
+    if not asking.cancelled():
+        asking.exception()
