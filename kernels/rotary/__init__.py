@@ -1,0 +1,1 @@
+"""Rotary position embedding applied to queries and keys in place."""

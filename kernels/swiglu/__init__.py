@@ -1,0 +1,1 @@
+"""The gate of an MLP: `silu(gate) * up`."""
