@@ -74,7 +74,7 @@ class Runtime:
         self._load_changed.clear()
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` in the background until it ends or the service closes. If it raises, the service ends."""
+        """Run `work` in the background until it ends or the service closes. Its error ends the service."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)

@@ -1,0 +1,40 @@
+"""The one list of known names holds what the services really have."""
+
+import importlib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import services
+from libs.config.known import KNOWN_FIELDS, KNOWN_TABLES, KNOWN_VARIABLES
+from libs.runtime.signals import PARENT_VARIABLE
+
+PROGRAMS = sorted(p.parent.name for p in Path(next(iter(services.__path__))).glob("*/settings.py"))
+
+
+def settings_structs(program: str) -> list[type[msgspec.Struct]]:
+    module = importlib.import_module(f"services.{program}.settings")
+    members = [m for m in vars(module).values() if isinstance(m, type) and issubclass(m, msgspec.Struct)]
+    return [m for m in members if m.__module__ == module.__name__]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_setting_of_every_service_is_known_to_all(program: str) -> None:
+    (struct,) = settings_structs(program)
+    assert {f.name for f in msgspec.structs.fields(struct)} - KNOWN_FIELDS == set(), (
+        "add these to libs/config/known.py"
+    )
+    assert program in KNOWN_TABLES
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_setting_says_what_it_means(program: str) -> None:
+    from libs.config.fields import settings_of
+
+    (struct,) = settings_structs(program)
+    assert [s.name for s in settings_of(struct).values() if not s.description] == []
+
+
+def test_what_programs_pass_to_their_children_is_no_unknown_variable() -> None:
+    assert PARENT_VARIABLE in KNOWN_VARIABLES
