@@ -1,0 +1,75 @@
+"""What the engine can refuse, as one tree.
+
+EngineError
+├── PromptTooLong      fits this engine's limits never, not even when it is empty
+├── InvalidSequence    no tokens, or token ids outside the vocabulary
+├── DuplicateSequence  the id is in use
+├── UnknownSequence    never reserved, or over already (finished, failed, aborted)
+├── WrongState         the operation does not fit what the sequence is doing
+├── BadBlocks          KV of the wrong shape, or outside of what is reserved
+├── OutOfBlocks        more blocks asked for than are free; ask `can_allocate` first
+├── BadPlacement       does not fit the model, or names a worker that this engine cannot reach
+├── TooManyCommands    the bounded queue to the engine's thread is full
+├── EngineClosed       not started, or closed
+└── EngineDied         the engine's thread is gone; its process should be restarted
+"""
+
+
+class EngineError(Exception):
+    """Any refusal of the engine."""
+
+
+class PromptTooLong(EngineError):
+    """`num_tokens` tokens and one more exceed `limit` tokens."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens; with room for one new token this engine takes {limit - 1}: "
+            "shorten it, or raise max_model_len or the KV memory"
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class InvalidSequence(EngineError):
+    """A sequence that no model could run."""
+
+
+class DuplicateSequence(EngineError):
+    """Two live sequences cannot share one id."""
+
+
+class UnknownSequence(EngineError):
+    """Nothing is held under this id."""
+
+    def __init__(self, sequence_id: str) -> None:
+        super().__init__(f"no sequence {sequence_id!r}: it was never reserved here, or it is over already")
+        self.sequence_id = sequence_id
+
+
+class WrongState(EngineError):
+    """What was asked does not follow from what the sequence is doing."""
+
+
+class BadBlocks(EngineError):
+    """KV that cannot be what the sequence holds."""
+
+
+class OutOfBlocks(EngineError):
+    """The pool has fewer free blocks than were asked for."""
+
+
+class BadPlacement(EngineError):
+    """Layers or heads that are not all run by someone reachable."""
+
+
+class TooManyCommands(EngineError):
+    """The caller is faster than the engine; wait for earlier answers."""
+
+
+class EngineClosed(EngineError):
+    """The engine is not open."""
+
+
+class EngineDied(EngineError):
+    """The engine's thread ended by an error."""

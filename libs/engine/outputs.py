@@ -1,0 +1,77 @@
+"""What the engine hands out. Structs where there is one per token: dataclasses are made much more slowly."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+
+from libs.request.outcome import FailureReason, FinishReason
+from libs.request.sampling import TokenLogprobs
+
+
+class TokenOutput(msgspec.Struct, frozen=True):
+    """One token of one sequence; with `finish` it is the last."""
+
+    sequence_id: str
+    index: int
+    """Counted over all attempts: tokens before it, less the prompt's."""
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    finish: FinishReason | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found, not computed; told with the first token of an attempt, else 0."""
+    prefill_started_unix_seconds: float = 0.0
+    """When the prompt's first chunk began; told with the first token of an attempt, else 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOutput:
+    """KV of consecutive blocks of one sequence in one layer; the receiver owns the copy.
+
+    `blocks` is contiguous, `[n, num_kv_heads, 2, block_size, head_dim]`; only the prompt's last block may be
+    partly filled. Blocks come in order, each once per layer, also when the sequence was preempted between.
+    """
+
+    sequence_id: str
+    layer: int
+    first_block: int
+    blocks: torch.Tensor
+
+
+class SequenceFailed(msgspec.Struct, frozen=True):
+    """The end of a sequence that could not come to its own end; everything it held is free."""
+
+    sequence_id: str
+    reason: FailureReason
+    detail: str
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Blocks held for a prompt. The first `num_cached_blocks` hold their KV already and are never written."""
+
+    sequence_id: str
+    num_blocks: int
+    num_cached_blocks: int
+
+
+class EngineListener(Protocol):
+    """Hears what the engine makes. Called on the event loop, synchronously; must not block."""
+
+    def on_tokens(self, tokens: Sequence[TokenOutput]) -> None:
+        """All tokens of one step, one call."""
+        ...
+
+    def on_layer(self, output: LayerOutput) -> None:
+        """A layer of a chunk of a sequence begun with `hand_over`; `release_layer` when it was sent."""
+        ...
+
+    def on_prompt_done(self, output: TokenOutput) -> None:
+        """First token of a `hand_over` sequence, after all its layers; its blocks are free again."""
+        ...
+
+    def on_failed(self, failure: SequenceFailed) -> None:
+        """The sequence is over without an end of its own. Not called for `abort`."""
+        ...
