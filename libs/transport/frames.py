@@ -99,3 +99,24 @@ FrameHeader = (
     | PutNames
     | PutLayer
 )
+
+
+class HeaderUndecodable(Exception):
+    """The peer sent a frame that is none of these: versions differ. The Link is of no use."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[FrameHeader] = msgspec.msgpack.Decoder(FrameHeader)
+
+
+def encode_header(header: FrameHeader) -> bytes:
+    """Bytes for `Link.send`."""
+    return _encoder.encode(header)
+
+
+def decode_header(header: bytes) -> FrameHeader:
+    """The inverse of `encode_header`. Raises HeaderUndecodable."""
+    try:
+        return _decoder.decode(header)
+    except msgspec.DecodeError as error:
+        raise HeaderUndecodable(f"frame header of {len(header)} bytes: {error}") from error
