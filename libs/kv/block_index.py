@@ -1,7 +1,7 @@
 """Which blocks a store holds, and which must go for new ones: LRU under a budget of bytes. Pure.
 
-A block is *staged* from the start of its put until all its layers are there; only then it is *held* and can be
-found. Pins keep blocks: for a time (somebody was told that they are here) or while they are being read.
+A block is *staged* from the start of its put until all its layers are there; only then it is *held* and can
+be found. Pins keep blocks: for a time (somebody was told that they are here) or while they are being read.
 """
 
 from collections import OrderedDict

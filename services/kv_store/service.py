@@ -1,0 +1,90 @@
+"""The KV store on the bus: answers `FindPrefix`; its peers' Links carry the blocks."""
+
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from libs.bus.messages.presence import WorkerLoad
+from libs.bus.messages.store import FindPrefix, PrefixHeld
+from libs.bus.port import Subscription
+from libs.kv.names import split_names
+from libs.runtime.runtime import Runtime
+from libs.transport.port import Listener, Transport
+from services.kv_store.dram_tier import DramTier
+from services.kv_store.metrics import KvStoreMetrics
+from services.kv_store.peer import Peer
+from services.kv_store.settings import KvStoreSettings
+
+GIB = 1 << 30
+
+
+class KvStoreService:
+    """One store. `make_transport` is given this process's runtime."""
+
+    def __init__(self, settings: KvStoreSettings, make_transport: Callable[[Runtime], Transport]) -> None:
+        self._settings, self._make_transport = settings, make_transport
+        self._tier = DramTier(int(settings.memory_gib * GIB))
+        self._transport: Transport | None = None
+        self._listener: Listener | None = None
+        self._finding: Subscription | None = None
+        self._num_peers = 0
+
+    async def open(self, runtime: Runtime) -> None:
+        """Listen, and tell where."""
+        self._runtime = runtime
+        self._transport = transport = self._make_transport(runtime)
+        self._declare(KvStoreMetrics(runtime.registry), transport)
+        self._listener = await transport.listen(self._settings.link_host)
+        runtime.spawn("accept", self._accept(self._listener))
+        self._finding = await runtime.bus.serve(FindPrefix, self._find, at=runtime.incarnation)
+        runtime.describe(link_address=self._listener.address)
+
+    async def drain(self) -> None:
+        """Nothing here is anybody's request: workers compute what they cannot fetch."""
+
+    async def close(self) -> None:
+        """Stop answering, then cut the Links."""
+        if self._finding is not None:
+            await self._finding.close()
+        if self._listener is not None:
+            await self._listener.close()
+        if self._transport is not None:
+            await self._transport.close()
+
+    def load(self) -> WorkerLoad:
+        """Blocks held, and about how many of their size the budget has room for."""
+        index = self._tier.index
+        num_held = len(index) + index.num_staged
+        capacity = index.budget_bytes * num_held // index.num_used_bytes if index.num_used_bytes else 0
+        return WorkerLoad(num_running=self._num_peers, num_blocks=capacity, num_used_blocks=num_held)
+
+    async def _accept(self, listener: Listener) -> NoReturn:
+        while True:
+            peer = Peer(
+                await listener.accept(), self._tier, self._metrics, self._settings.send_timeout_seconds
+            )
+            self._runtime.spawn("peer", self._serve(peer))
+
+    async def _serve(self, peer: Peer) -> None:
+        self._num_peers += 1
+        try:
+            await peer.serve()
+        finally:
+            self._num_peers -= 1
+
+    async def _find(self, question: FindPrefix) -> PrefixHeld:
+        names = split_names(question.names)
+        lease_seconds = self._settings.lease_seconds if question.lease else 0.0
+        num_held = self._tier.find(names, time.monotonic(), lease_seconds)
+        self._metrics.queried_blocks.inc(len(names))
+        self._metrics.found_blocks.inc(num_held)
+        return PrefixHeld(num_blocks=num_held, lease_seconds=lease_seconds)
+
+    def _declare(self, metrics: KvStoreMetrics, transport: Transport) -> None:
+        self._metrics = metrics
+        index = self._tier.index
+        metrics.num_blocks.set_function(lambda: len(index))
+        metrics.num_staged.set_function(lambda: index.num_staged)
+        metrics.used_bytes.set_function(lambda: index.num_used_bytes)
+        metrics.cache_usage.set_function(lambda: index.num_used_bytes / index.budget_bytes)
+        metrics.num_links.set_function(transport.num_open_links)
