@@ -1,0 +1,179 @@
+"""What the mesh adds to the engine: time to first token and inter-token latency, both measured here in one run."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from libs.engine.engine import Engine
+from libs.engine.settings import EngineSettings
+from libs.model.model import Model
+from libs.request.generation import Generation, pack_token_ids
+from libs.request.sampling import SamplingParams
+
+NUM_STREAMS = 8
+ANSWER_TOKENS = 64
+NUM_PROMPTS = 12
+START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Medians over the requests of one run."""
+
+    ttft_seconds: dict[int, float]
+    """By the number of prompt tokens, one request at a time, nothing cached."""
+    inter_token_seconds: float
+    """At NUM_STREAMS streams."""
+
+
+def random_prompt(num_tokens: int, vocab_size: int, source: random.Random) -> list[int]:
+    """A prompt that no cache has seen; ids below 1000 are left out, since special tokens live there."""
+    return [source.randrange(1000, vocab_size) for _ in range(num_tokens)]
+
+
+@dataclass
+class _Stopwatch:
+    """An engine listener that keeps the arrival time of every token."""
+
+    arrivals: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    num_open: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_tokens(self, tokens: Sequence[Any]) -> None:
+        now = time.perf_counter()
+        for token in tokens:
+            self.arrivals[token.sequence_id].append(now)
+            self.num_open -= token.finish is not None
+        if not self.num_open:
+            self.idle.set()
+
+    def on_layer(self, output: Any) -> None:
+        raise RuntimeError("nothing is handed over here")
+
+    def on_prompt_done(self, output: Any) -> None:
+        raise RuntimeError("nothing is handed over here")
+
+    def on_failed(self, failure: Any) -> None:
+        raise RuntimeError(f"the engine failed: {failure}")
+
+
+async def measure_engine_alone(model: Model, prompt_lengths: Sequence[int], *, num_threads: int) -> Latency:
+    """The engine with prompts and decode in one process, no bus, no HTTP."""
+    watch, source = _Stopwatch(), random.Random(1)
+    settings = EngineSettings(num_blocks=1024, max_model_len=2048, num_threads=num_threads)
+    engine = Engine(model, settings, watch)
+    await engine.start()
+
+    async def run(name: str, prompts: list[list[int]], max_tokens: int) -> dict[str, list[float]]:
+        begins = {f"{name}-{i}": time.perf_counter() for i in range(len(prompts))}
+        watch.arrivals = {key: [begin] for key, begin in begins.items()}
+        watch.num_open, watch.idle = len(prompts), asyncio.Event()
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        for key, prompt in zip(begins, prompts, strict=True):
+            generation = Generation(key, pack_token_ids(prompt), len(prompt), sampling, "", time.time() + 600)
+            await engine.reserve(generation, whole_prompt=True)
+            await engine.begin(key, num_computed_tokens=0)
+        await watch.idle.wait()
+        return watch.arrivals
+
+    ttft: dict[int, float] = {}
+    for length in prompt_lengths:
+        waits: list[float] = []
+        for i in range(NUM_PROMPTS):
+            prompt = random_prompt(length, model.config.vocab_size, source)
+            (times,) = (await run(f"{length}-{i}", [prompt], 1)).values()
+            waits.append(times[1] - times[0])
+        ttft[length] = statistics.median(waits[2:])
+    prompts = [random_prompt(32, model.config.vocab_size, source) for _ in range(NUM_STREAMS)]
+    arrivals = await run("streams", prompts, ANSWER_TOKENS)
+    await engine.close()
+    return Latency(ttft, _median_gap([times[1:] for times in arrivals.values()]))
+
+
+def _median_gap(arrivals: list[list[float]]) -> float:
+    """Over the time in which all streams run: from the last first token to the first last one."""
+    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    spans = [[t for t in times if begin <= t <= end] for times in arrivals]
+    return statistics.median((span[-1] - span[0]) / (len(span) - 1) for span in spans if len(span) > 1)
+
+
+@contextlib.asynccontextmanager
+async def running_mesh(*flags: str) -> AsyncIterator[httpx.AsyncClient]:
+    """`kvmesh up` as a child on a free port; gone when the block ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as state_dir:
+        output = Path(state_dir, "up.txt")
+        with output.open("wb") as file:
+            command = [sys.executable, "-m", "services.up", "--port", str(port), "--state-dir", state_dir, *flags]
+            up = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"TERM": "dumb"})
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                await _wait_ready(client, up, output)
+                yield client
+        finally:
+            up.send_signal(signal.SIGINT)
+            up.wait(timeout=60)
+
+
+async def _wait_ready(client: httpx.AsyncClient, up: subprocess.Popen[bytes], output: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if up.poll() is not None:
+            raise RuntimeError(f"the mesh ended with {up.returncode}: {output.read_text()}")
+        with contextlib.suppress(httpx.TransportError):
+            if (await client.get("/ready")).status_code == 200:
+                return
+        await asyncio.sleep(0.1)
+    raise RuntimeError(f"the mesh is not ready after {START_SECONDS} s: {output.read_text()}")
+
+
+async def _stream(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> list[float]:
+    """Times of the request and of every token's arrival."""
+    body = {
+        "model": (await client.get("/v1/models")).json()["data"][0]["id"],
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    times = [time.perf_counter()]
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"]:
+                times.append(time.perf_counter())
+    return times
+
+
+async def measure_mesh(prompt_lengths: Sequence[int], vocab_size: int, *flags: str) -> Latency:
+    """The same prompts through HTTP, router, prefill and decode worker."""
+    source = random.Random(2)
+    async with running_mesh(*flags) as client:
+        ttft: dict[int, float] = {}
+        for length in prompt_lengths:
+            waits: list[float] = []
+            for _ in range(NUM_PROMPTS):
+                times = await _stream(client, random_prompt(length, vocab_size, source), 1)
+                waits.append(times[1] - times[0])
+            ttft[length] = statistics.median(waits[2:])
+        prompts = [random_prompt(32, vocab_size, source) for _ in range(NUM_STREAMS)]
+        arrivals = await asyncio.gather(*(_stream(client, prompt, ANSWER_TOKENS) for prompt in prompts))
+        return Latency(ttft, _median_gap([times[1:] for times in arrivals]))
