@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kernels.linear.choose import pack_gated_linear, pack_linear
+from kernels.linear.contract import GatedLinear, Linear
 from libs.model.checkpoint import Checkpoint
 from libs.model.config import ModelConfig
 from libs.model.errors import BrokenModel
-from libs.model.kernels import Linear, pack_linear
 from libs.model.model import Layer, Weights
 
 OnProgress = Callable[[float], None]
@@ -34,17 +35,26 @@ class _Assembly:
         self._copy(name, result)
         return result
 
-    def packed(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
-        """Several tensors below each other in one, none of them held twice."""
+    def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool) -> Linear:
+        """One product from the projections `names`, packed by rows."""
+        return pack_linear(*self._packed(names, rows, columns, bias))
+
+    def gated(self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool) -> GatedLinear:
+        """Gate and up as one product with the gate applied."""
+        return pack_gated_linear(*self._packed(names, rows, columns, bias))
+
+    def _packed(
+        self, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of several projections below each other, none of them held twice."""
+        weight = self._stacked([f"{name}.weight" for name in names], rows, columns)
+        return weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None
+
+    def _stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
         result = torch.empty((sum(rows), *columns), dtype=self.dtype, device=self.device)
         for name, part in zip(names, torch.split(result, list(rows)), strict=True):
             self._copy(name, part)
         return result
-
-    def linear(self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool) -> Linear:
-        """One product from the projections `names`, packed by rows."""
-        weight = self.packed([f"{name}.weight" for name in names], rows, columns)
-        return pack_linear(weight, self.packed([f"{name}.bias" for name in names], rows) if bias else None)
 
     def _copy(self, name: str, target: torch.Tensor) -> None:
         span = self.left.pop(name, None)
@@ -55,8 +65,7 @@ class _Assembly:
         if span.shape != tuple(target.shape):
             raise BrokenModel(
                 f"tensor {name} has shape {list(span.shape)} where the config asks for {list(target.shape)}; "
-                "config and "
-                "weights are not of the same model"
+                "config and weights are not of the same model"
             )
         target.copy_(self.checkpoint.read(name))
         self.done_bytes += span.num_bytes
@@ -93,12 +102,11 @@ def assemble(
     if left_over:
         raise BrokenModel(
             f"the weights hold {len(left_over)} tensors that the config does not explain, such as "
-            f"{left_over[0]}; "
-            "config and weights are not of the same model"
+            f"{left_over[0]}; config and weights are not of the same model"
         )
     if on_progress is not None:
         on_progress(1.0)
-    return Weights(embedding, layers, final_norm, head)
+    return Weights(None if config.tie_word_embeddings else embedding, layers, final_norm, head)
 
 
 def _layer(config: ModelConfig, assembly: _Assembly, prefix: str) -> Layer:
@@ -118,7 +126,7 @@ def _layer(config: ModelConfig, assembly: _Assembly, prefix: str) -> Layer:
             [f"{attention}.o_proj"], [hidden], q_rows, bias=config.attention_output_bias
         ),
         mlp_norm=assembly.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=assembly.linear(
+        gate_up=assembly.gated(
             [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"],
             [config.intermediate_size] * 2,
             hidden,

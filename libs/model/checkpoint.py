@@ -17,7 +17,7 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU in a floating dtype; not to be written, it may lie in the file's memory map."""
+        """One tensor on the CPU in a floating dtype; read-only, it may lie in the file's memory."""
         ...
 
 

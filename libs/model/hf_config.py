@@ -67,7 +67,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
         attention_output_bias=architecture is not Architecture.QWEN2 and attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=architecture is Architecture.QWEN3,
-        eos_token_ids=_eos_token_ids(directory, raw),
+        eos_token_ids=read_eos_token_ids(directory),
         bos_token_id=raw.get("bos_token_id"),
         sliding_window=_sliding_window(architecture, raw),
     )
@@ -165,12 +165,26 @@ def _sliding_window(architecture: Architecture, raw: Json) -> int | None:
     return window if in_force else None
 
 
-def _eos_token_ids(directory: Path, raw: Json) -> tuple[int, ...]:
-    """Ends of text; generation_config.json knows the ends of a turn that config.json may lack."""
-    generation = directory / "generation_config.json"
-    told: list[Any] = [read_json(generation).get("eos_token_id")] if generation.is_file() else []
-    told.append(raw.get("eos_token_id"))
+def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Ends of text, from all files that name one.
+
+    config.json alone may lack the end of a turn: instruction-tuned models name it in generation_config.json
+    or as the tokenizer's `eos_token`.
+    """
+    generation = _read_if_there(directory / "generation_config.json")
+    tokenizer = _read_if_there(directory / "tokenizer_config.json")
+    told = [generation.get("eos_token_id"), _read_if_there(directory / "config.json").get("eos_token_id")]
+    eos = tokenizer.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    added: dict[str, Json] = tokenizer.get("added_tokens_decoder") or {}
+    told.extend(
+        int(number) for number, token in added.items() if eos is not None and token.get("content") == eos
+    )
     ids: dict[int, None] = {}
     for value in told:
         ids.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
     return tuple(ids)
+
+
+def _read_if_there(path: Path) -> Json:
+    return read_json(path) if path.is_file() else {}

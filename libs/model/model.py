@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.linear.contract import GatedLinear, Linear
+from kernels.rms_norm.choose import rms_norm
+from kernels.rotary.choose import rotate_
 from libs.model.config import ModelConfig
-from libs.model.kernels import Linear, rms_norm, rotate_, silu_mul
 from libs.model.rotary import Rotary, inverse_frequencies
 
 
@@ -23,15 +25,15 @@ class Layer:
     k_norm: torch.Tensor | None
     attention_output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
+    gate_up: GatedLinear
     down: Linear
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of a model; with tied embeddings `head` holds the rows of `embedding`."""
+    """All weights of a model. `embedding` None: tied, the embedding of a token is its row of `head`."""
 
-    embedding: torch.Tensor
+    embedding: torch.Tensor | None
     layers: list[Layer]
     final_norm: torch.Tensor
     head: Linear
@@ -53,15 +55,17 @@ class Model:
     @property
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
-        return self.weights.embedding.dtype
+        return self.weights.final_norm.dtype
 
     @property
     def device(self) -> torch.device:
         """Where weights lie and activations are expected."""
-        return self.weights.embedding.device
+        return self.weights.final_norm.device
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states `[T, d]` of int64 token ids `[T]`."""
+        if self.weights.embedding is None:
+            return self.weights.head.rows(token_ids)
         return torch.nn.functional.embedding(token_ids, self.weights.embedding)
 
     def rotary(self, positions: torch.Tensor) -> Rotary:
@@ -88,13 +92,14 @@ class Model:
 
     def attention_output(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Hidden states after attention: `hidden [T, d]` plus the projection of `attended [T, Hq, hd]`."""
-        return hidden + self.weights.layers[layer].attention_output(attended.reshape(hidden.shape[0], -1))
+        flat = attended.reshape(hidden.shape[0], -1)
+        return self.weights.layers[layer].attention_output.add(flat, hidden)
 
     def mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states `[T, d]` after the gated MLP of a layer."""
         weights = self.weights.layers[layer]
         normed = rms_norm(hidden, weights.mlp_norm, self.config.rms_norm_eps)
-        return hidden + weights.down(silu_mul(weights.gate_up(normed)))
+        return weights.down.add(weights.gate_up(normed), hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits `[N, vocab_size]` of the last layer's hidden states `[N, d]`."""
