@@ -17,12 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from libs.model.errors import BrokenModel, TemplateError
 from libs.model.gguf_file import read_gguf
-from libs.model.hf_config import read_json
+from libs.model.hf_config import read_if_there, read_json
 from libs.model.special_tokens import gguf_special_tokens, hf_special_tokens
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% "
-    "endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
@@ -93,7 +94,7 @@ def _hf_template(directory: Path) -> str | None:
     if (directory / "chat_template.jinja").is_file():
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
     for file in ("chat_template.json", "tokenizer_config.json"):
-        found = read_json(directory / file).get("chat_template") if (directory / file).is_file() else None
+        found = read_if_there(directory / file).get("chat_template")
         if isinstance(found, list):  # several by name, the plain one is called default
             found = {entry["name"]: entry["template"] for entry in found}.get("default")
         if found is not None:

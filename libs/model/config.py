@@ -86,8 +86,7 @@ class ModelConfig:
                 raise BrokenModel(f"config: {name} is {value}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise BrokenModel(
-                f"config: {self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads "
-                "evenly"
+                f"config: {self.num_heads} heads cannot evenly share {self.num_kv_heads} key-value heads"
             )
         if self.head_dim % 2:
             raise BrokenModel(f"config: head_dim {self.head_dim} is odd; rotary embeddings need an even one")

@@ -68,9 +68,8 @@ class GgufCheckpoint:
             values = dequantize(rows, place.kind)
         except NotImplementedError as error:
             raise UnsupportedModel(
-                f"tensor {self._names[name]} is of type {place.kind.name}, which cannot be dequantised; use "
-                "another "
-                "quantisation of this model, such as Q8_0, Q4_K_M or F16"
+                f"tensor {self._names[name]} is of type {place.kind.name}, which cannot be dequantised; "
+                "use another quantisation of this model, such as Q8_0, Q4_K_M or F16"
             ) from error
         tensor = torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
         return self._in_hf_order(name, tensor.view(place.shape))

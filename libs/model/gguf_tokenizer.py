@@ -63,6 +63,14 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
+def gguf_frame(metadata: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether BOS begins and EOS ends a plain text; llama.cpp's defaults where the file does not say."""
+    is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    begins = is_sentencepiece or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", begins)
+    return bool(add_bos), bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+
+
 def _added(tokens: list[str], kinds: list[int], kind: int, *, special: bool) -> list[AddedToken]:
     """Tokens that are found in the text before anything is cut."""
     return [
@@ -85,9 +93,8 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     cut = metadata.get("tokenizer.ggml.pre", "default")
     if cut not in _CUTS:
         raise UnsupportedModel(
-            f"GGUF pre-tokenizer {cut!r} is not supported; supported are {', '.join(sorted(_CUTS))}; use the "
-            "model's "
-            "Hugging Face directory"
+            f"GGUF pre-tokenizer {cut!r} is not supported; supported are {', '.join(sorted(_CUTS))}; "
+            "use the model's Hugging Face directory"
         )
     raw_merges: list[str] | None = metadata.get("tokenizer.ggml.merges")
     if raw_merges is None:

@@ -35,6 +35,11 @@ def read_json(path: Path) -> Json:
     return value
 
 
+def read_if_there(path: Path) -> Json:
+    """A JSON object from a file, empty if there is none."""
+    return read_json(path) if path.is_file() else {}
+
+
 def read_hf_config(directory: Path) -> ModelConfig:
     """The config of the model in a directory.
 
@@ -98,9 +103,8 @@ def _refuse_unsupported(raw: Json) -> None:
             quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         )
         raise UnsupportedModel(
-            f"the checkpoint is quantised with {method!r}, which is not supported; use the unquantised "
-            "repository, "
-            "or a GGUF file"
+            f"the checkpoint is quantised with {method!r}, which is not supported; "
+            "use the unquantised repository, or a GGUF file"
         )
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -144,9 +148,8 @@ def _rope_scaling(kind: str, rope: Json) -> RopeScaling | None:
             )
         case _:
             raise UnsupportedModel(
-                f"rope scaling {kind!r} is not supported; supported are linear and llama3. If the model was "
-                "trained "
-                "without it, remove it from config.json and serve the original context length"
+                f"rope scaling {kind!r} is not supported; supported are linear and llama3. "
+                "If the model was trained without it, remove it from config.json"
             )
 
 
@@ -171,9 +174,9 @@ def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
     config.json alone may lack the end of a turn: instruction-tuned models name it in generation_config.json
     or as the tokenizer's `eos_token`.
     """
-    generation = _read_if_there(directory / "generation_config.json")
-    tokenizer = _read_if_there(directory / "tokenizer_config.json")
-    told = [generation.get("eos_token_id"), _read_if_there(directory / "config.json").get("eos_token_id")]
+    generation = read_if_there(directory / "generation_config.json")
+    tokenizer = read_if_there(directory / "tokenizer_config.json")
+    told = [generation.get("eos_token_id"), read_if_there(directory / "config.json").get("eos_token_id")]
     eos = tokenizer.get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     added: dict[str, Json] = tokenizer.get("added_tokens_decoder") or {}
@@ -184,7 +187,3 @@ def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
     for value in told:
         ids.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
     return tuple(ids)
-
-
-def _read_if_there(path: Path) -> Json:
-    return read_json(path) if path.is_file() else {}

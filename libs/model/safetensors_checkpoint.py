@@ -41,9 +41,8 @@ class SafetensorsCheckpoint:
         span = self._spans[name]
         if span.encoding not in _FLOATS:
             raise UnsupportedModel(
-                f"tensor {name} holds {span.encoding}: quantised checkpoints are not supported; use the "
-                "unquantised "
-                "repository, or a GGUF file"
+                f"tensor {name} holds {span.encoding}: quantised checkpoints are not supported; "
+                "use the unquantised repository, or a GGUF file"
             )
         if span.path not in self._files:
             self._files[span.path] = safe_open(span.path, framework="pt")
@@ -60,9 +59,8 @@ def _files(directory: Path) -> list[Path]:
         names = [_SINGLE]
     else:
         raise BrokenModel(
-            f"{directory} has neither {_SINGLE} nor {_INDEX}; download the safetensors weights (pickled "
-            "weights, "
-            "`pytorch_model.bin`, are not read)"
+            f"{directory} has neither {_SINGLE} nor {_INDEX}; download the safetensors weights "
+            "(pickled weights, `pytorch_model.bin`, are not read)"
         )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:

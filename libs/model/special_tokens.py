@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from libs.model.hf_config import read_json
+from libs.model.hf_config import read_if_there
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _GGUF_NAMES = {
@@ -18,9 +18,8 @@ def hf_special_tokens(directory: Path) -> dict[str, str]:
     """Of a Hugging Face directory; those that are not set are left out."""
     named: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (directory / file).is_file():
-            raw = read_json(directory / file)
-            named |= {name: _content(raw[name]) for name in _NAMES if raw.get(name) is not None}
+        raw = read_if_there(directory / file)
+        named |= {name: _content(raw[name]) for name in _NAMES if raw.get(name) is not None}
     return named
 
 

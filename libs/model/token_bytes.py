@@ -61,8 +61,8 @@ def spelling_of(tokenizer: Tokenizer) -> Spelling:
     if kinds <= _SENTENCEPIECE_STEPS and kinds & {"Replace", "Metaspace"}:
         return Spelling(is_byte_level=False, drops_first_space=any(map(_drops_first_space, steps)))
     raise UnsupportedModel(
-        f"the tokenizer's decoder {sorted(kinds)} is not supported; supported are byte-level BPE and "
-        "SentencePiece style"
+        f"the tokenizer's decoder {sorted(kinds)} is not supported; "
+        "supported are byte-level BPE and SentencePiece style"
     )
 
 

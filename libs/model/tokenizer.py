@@ -10,8 +10,8 @@ from tokenizers import processors
 from libs.model.errors import BrokenModel
 from libs.model.gguf_config import gguf_eos_token_ids
 from libs.model.gguf_file import read_gguf
-from libs.model.gguf_tokenizer import build_gguf_tokenizer
-from libs.model.hf_config import read_eos_token_ids, read_json
+from libs.model.gguf_tokenizer import build_gguf_tokenizer, gguf_frame
+from libs.model.hf_config import read_eos_token_ids, read_if_there
 from libs.model.special_tokens import gguf_special_tokens, hf_special_tokens
 from libs.model.token_bytes import spelling_of
 
@@ -96,34 +96,25 @@ def load_tokenizer(source: Path) -> Tokenizer:
         BrokenModel: its files are missing or damaged.
         UnsupportedModel: it is of a kind that cannot be built exactly.
     """
-    if source.is_file():
-        metadata = read_gguf(source).metadata
-        backend = build_gguf_tokenizer(metadata)
-        specials = gguf_special_tokens(metadata)
-        # llama.cpp's defaults: SentencePiece and Llama 3 vocabularies begin with BOS unless the file says
-        # otherwise.
-        begins = (
-            metadata["tokenizer.ggml.model"] == "llama"
-            or metadata.get("tokenizer.ggml.pre") in _BEGIN_WITH_BOS
-        )
-        add_bos = metadata.get("tokenizer.ggml.add_bos_token", begins)
-        _frame(
-            backend, specials, add_bos=add_bos, add_eos=metadata.get("tokenizer.ggml.add_eos_token", False)
-        )
-        return Tokenizer(backend, gguf_eos_token_ids(metadata))
-    backend = _read_tokenizer_json(source)
-    settings = (
-        read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
-    )
-    if (
-        "add_bos_token" in settings or "add_eos_token" in settings
-    ):  # they overrule tokenizer.json, as in transformers
+    return _from_gguf(source) if source.is_file() else _from_directory(source)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    metadata = read_gguf(path).metadata
+    backend = build_gguf_tokenizer(metadata)
+    add_bos, add_eos = gguf_frame(metadata)
+    _frame(backend, gguf_special_tokens(metadata), add_bos=add_bos, add_eos=add_eos)
+    return Tokenizer(backend, gguf_eos_token_ids(metadata))
+
+
+def _from_directory(directory: Path) -> Tokenizer:
+    backend = _read_tokenizer_json(directory)
+    settings = read_if_there(directory / "tokenizer_config.json")
+    if "add_bos_token" in settings or "add_eos_token" in settings:
+        # They overrule tokenizer.json, as in transformers.
         add_bos, add_eos = bool(settings.get("add_bos_token")), bool(settings.get("add_eos_token"))
-        _frame(backend, hf_special_tokens(source), add_bos=add_bos, add_eos=add_eos)
-    return Tokenizer(backend, read_eos_token_ids(source))
-
-
-_BEGIN_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+        _frame(backend, hf_special_tokens(directory), add_bos=add_bos, add_eos=add_eos)
+    return Tokenizer(backend, read_eos_token_ids(directory))
 
 
 def _read_tokenizer_json(directory: Path) -> tokenizers.Tokenizer:
@@ -144,9 +135,12 @@ def _read_tokenizer_json(directory: Path) -> tokenizers.Tokenizer:
 
 def _frame(backend: tokenizers.Tokenizer, specials: dict[str, str], *, add_bos: bool, add_eos: bool) -> None:
     """Sets what `add_special_tokens` adds around a text."""
-    bos, eos = specials.get("bos_token") if add_bos else None, specials.get("eos_token") if add_eos else None
-    used = [token for token in (bos, eos) if token is not None]
+    bos = [specials["bos_token"]] if add_bos and "bos_token" in specials else []
+    eos = [specials["eos_token"]] if add_eos and "eos_token" in specials else []
+    ids = {token: backend.token_to_id(token) for token in (*bos, *eos)}
+    unknown = [token for token, number in ids.items() if number is None]
+    if unknown:
+        raise BrokenModel(f"the vocabulary lacks {', '.join(unknown)}, which is to be added around a text")
     backend.post_processor = processors.TemplateProcessing(
-        single=[*([bos] if bos else []), "$A", *([eos] if eos else [])],
-        special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(used)],
+        single=[*bos, "$A", *eos], special_tokens=list(ids.items())
     )
