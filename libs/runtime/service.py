@@ -51,7 +51,7 @@ async def _run(
     tracing = configure_traces(*who, endpoint=settings.otel_exporter_otlp_endpoint)
     stop = Stop()
     stop_on_signals(stop, drain_timeout_seconds=settings.drain_timeout_seconds, parent_pid=parent_pid)
-    bus = await connect_bus(settings.nats_server, identity, stop.asked)
+    bus = await connect_bus(settings.nats_server, identity.name, stop.asked)
     if bus is None:
         return 0
     try:

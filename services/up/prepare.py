@@ -1,0 +1,67 @@
+"""From the command line to a plan that can be started: everything is checked before anything runs."""
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from libs.config.known import KNOWN_FIELDS
+from libs.config.load import load_settings
+from libs.runtime.signals import PARENT_VARIABLE
+from services.up.pass_on import split_flags
+from services.up.plan import WORKERS, Child, children_environment, plan_children, share_threads
+from services.up.preflight import check_model, check_port, check_settings, lock_state_dir
+from services.up.settings import UpSettings
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A mesh that can be started. The state folder is ours until `lock` is closed."""
+
+    settings: UpSettings
+    port: int
+    children: list[Child]
+    environ: dict[str, str]
+    """Of the children, but for the broker's address."""
+    needs_key: bool
+    """Whether the gateway wants an API key."""
+    state_dir: Path
+    lock: TextIO
+
+
+def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> Prepared:
+    """Raises SettingsError, HelpAsked, NotStartable."""
+    own_argv, passed_on = split_flags(argv, UpSettings.__struct_fields__, KNOWN_FIELDS)
+    settings = load_settings(UpSettings, own_argv, {**environ, **passed_on}, "up")
+    state_dir = Path(settings.state_dir).expanduser().absolute()
+    settings = msgspec.structs.replace(settings, state_dir=str(state_dir))
+    childrens = {
+        **environ,
+        **children_environment(settings, environ, passed_on, secret=secrets.token_hex(16)),
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+    read = check_settings(plan_children(settings, port=settings.port), childrens)
+    check_model(settings.model)
+    lock = lock_state_dir(state_dir)
+    try:
+        port = check_port(settings.host, settings.port)
+    except BaseException:
+        lock.close()
+        raise
+    threads = settings.threads or share_threads(os.cpu_count() or 1, settings.prefill + settings.decode)
+    children = [
+        with_threads(child, read[child.name], threads) for child in plan_children(settings, port=port)
+    ]
+    needs_key = bool(getattr(read["gateway"], "api_key", ""))
+    return Prepared(settings, port, children, childrens, needs_key, state_dir, lock)
+
+
+def with_threads(child: Child, read: msgspec.Struct, threads: int) -> Child:
+    """A worker whose own settings name no number of threads gets its share of the cores."""
+    if child.kind not in WORKERS or getattr(read, "threads", True):
+        return child
+    return replace(child, flags=(*child.flags, "--threads", str(threads)))

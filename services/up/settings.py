@@ -1,0 +1,36 @@
+"""Settings of `up`. What it does not know itself it hands on to the services that do."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+def default_state_dir() -> str:
+    """$XDG_STATE_HOME/kvmesh, or ~/.local/state/kvmesh."""
+    state_home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return str(Path(state_home) / "kvmesh")
+
+
+class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Starts the whole mesh on this machine. Flags of the services (--dtype, ...) are handed on to them."""
+
+    model: Annotated[
+        str, Meta(description="a GGUF file, a Hugging Face directory, or the name of a model", min_length=1)
+    ] = "smollm2-135m-instruct"
+    prefill: Annotated[
+        int, Meta(description="prefill workers; 0: decode workers run prompts", ge=0, le=64)
+    ] = 1
+    decode: Annotated[int, Meta(description="decode workers", ge=1, le=64)] = 1
+    host: Annotated[str, Meta(description="where the gateway listens", min_length=1)] = "127.0.0.1"
+    port: Annotated[int, Meta(description="its port; 0 takes any free one", ge=0, le=65535)] = 8000
+    state_dir: Annotated[str, Meta(description="logs and data; one mesh at a time uses it", min_length=1)] = (
+        msgspec.field(default_factory=default_state_dir)
+    )
+    nats_server: Annotated[str, Meta(description="a broker that is there already; none: start one")] = ""
+    threads: Annotated[int, Meta(description="CPU threads of each worker; 0 shares the cores out", ge=0)] = 0
+    drain_timeout_seconds: Annotated[
+        float, Meta(description="how long answers in progress may go on after Ctrl-C", ge=0)
+    ] = 30.0

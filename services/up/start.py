@@ -1,0 +1,77 @@
+"""Starts what was prepared, and waits for its end."""
+
+import asyncio
+import signal
+import sys
+from importlib.metadata import version
+
+from libs.runtime.connect import connect_bus
+from libs.telemetry.logs import configure_logs
+from services.up.announce import invitation, reachable_url, wait_gateway_ready
+from services.up.broker import broker_program
+from services.up.display import Display, new_display
+from services.up.mesh import Mesh, Program
+from services.up.plan import BROKER
+from services.up.prepare import Prepared
+from services.up.watch import Watch
+
+
+async def start(prepared: Prepared) -> int:
+    """Returns the exit code: 0 as asked, 2 bad settings, 130 killed by a second Ctrl-C."""
+    log_dir = prepared.state_dir / "logs"
+    display = new_display()
+    with (log_dir / "up.log").open("w", encoding="utf-8") as log, prepared.lock:
+        configure_logs("up", "up", "", log_format="json", stream=log)
+        try:
+            return await _run(prepared, display)
+        finally:
+            display.close()
+
+
+async def _run(prepared: Prepared, display: Display) -> int:
+    settings, log_dir = prepared.settings, prepared.state_dir / "logs"
+    programs = [
+        Program(
+            c.name, (sys.executable, "-m", f"services.{c.kind.value}", "--name", c.name, *c.flags), c.stage
+        )
+        for c in prepared.children
+    ]
+    nats_url = settings.nats_server
+    if not nats_url:
+        broker = broker_program(prepared.state_dir / "nats")
+        nats_url, programs = broker.url, [broker.program, *programs]
+    workers = f"{settings.prefill} prefill, {settings.decode} decode"
+    display.text(f"kvmesh {version('kvmesh')}: {settings.model}, {workers}; logs in {log_dir}")
+    environ = {**prepared.environ, "KVMESH_NATS_SERVER": nats_url}
+    mesh = Mesh(programs, environ, display, log_dir, drain_timeout_seconds=settings.drain_timeout_seconds)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, mesh.ask_stop)
+    async with asyncio.TaskGroup() as group:
+        side = group.create_task(_accompany(prepared, mesh, display, nats_url), name="watch")
+        exit_code = await mesh.run()
+        side.cancel()
+    return exit_code
+
+
+async def _accompany(prepared: Prepared, mesh: Mesh, display: Display, nats_url: str) -> None:
+    """Tell the person how the mesh comes up, and go on watching it."""
+    settings = prepared.settings
+    watch = Watch(mesh, display, [c.name for c in prepared.children])
+    bus = await connect_bus(nats_url, "up", asyncio.Event())
+    if bus is None:
+        return
+    display.line(BROKER, f"ready at {nats_url}", style="green")
+    if not settings.nats_server:
+        mesh.became_ready(BROKER)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(watch.run(bus), name="presence")
+            await watch.all_ready.wait()
+            url = reachable_url(settings.host, prepared.port)
+            if await wait_gateway_ready(url):
+                display.text("\n" + invitation(url, settings.model, needs_key=prepared.needs_key))
+            else:
+                display.line("gateway", f"does not become ready; ask {url}/health why", style="red")
+    finally:
+        await bus.close()
