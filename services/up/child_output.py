@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ class LogFile:
 
 
 class ChildOutput:
-    """Cuts what comes in into lines, writes them to the log, and gives back the errors among them."""
+    """Cuts what comes in into lines, hands them to the log, and gives back the errors among them."""
 
-    def __init__(self, log: LogFile) -> None:
-        self._log = log
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
         self._rest = b""
         self.last_plain_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         """Lines that are no log events: what a dying interpreter or native code says."""
@@ -51,7 +52,7 @@ class ChildOutput:
             lines, self._rest = [*lines, self._rest], b""
         shown: list[str] = []
         for line in lines:
-            self._log.write(line + b"\n")
+            self._write(line + b"\n")
             if said := self._read(line):
                 shown.append(said)
         return shown

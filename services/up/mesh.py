@@ -96,7 +96,7 @@ class Mesh:
 
     async def _live(self, name: str) -> None:
         """One run of one child."""
-        output = ChildOutput(self._logs[name])
+        output = ChildOutput(self._logs[name].write)
         try:
             process = await start_child(
                 self._programs[name].command,

@@ -1,0 +1,134 @@
+"""What `up` starts, with which flags, and which words of its command line go where."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.bus.messages.presence import ServiceKind
+from services.up.announce import invitation, reachable_url
+from services.up.pass_on import split_flags
+from services.up.plan import WORKERS, Child, children_environment, plan_children, share_threads
+from services.up.prepare import with_threads
+from services.up.settings import UpSettings
+
+OWN = UpSettings.__struct_fields__
+SERVICES = frozenset({"dtype", "eager", "api_key", "port", "model", "config"})
+
+
+@given(st.integers(0, 5), st.integers(1, 5))
+def test_each_mesh_has_its_workers_and_one_of_everything_else(num_prefill: int, num_decode: int) -> None:
+    children = plan_children(UpSettings(prefill=num_prefill, decode=num_decode), port=8000)
+    kinds = [c.kind for c in children]
+    assert kinds.count(ServiceKind.PREFILL_WORKER) == num_prefill
+    assert kinds.count(ServiceKind.DECODE_WORKER) == num_decode
+    assert all(kinds.count(k) == 1 for k in (ServiceKind.GATEWAY, ServiceKind.ROUTER, ServiceKind.KV_STORE))
+    assert len({c.name for c in children}) == len(children)
+
+
+def test_workers_are_named_by_role_and_number() -> None:
+    names = [c.name for c in plan_children(UpSettings(prefill=2, decode=1), port=8000)]
+    assert names == ["gateway", "router", "kv_store", "prefill-0", "prefill-1", "decode-0"]
+
+
+def test_without_prefill_workers_the_decode_workers_run_prompts() -> None:
+    alone = plan_children(UpSettings(prefill=0), port=8000)[-1]
+    assert alone.flags == ("--role", "both")
+    assert plan_children(UpSettings(), port=8000)[-1].flags == ()
+
+
+@given(st.integers(1, 256), st.integers(0, 64))
+def test_workers_together_use_no_more_threads_than_cores_unless_there_are_more_workers(
+    num_cores: int, num_workers: int
+) -> None:
+    threads = share_threads(num_cores, num_workers)
+    assert threads >= 1
+    assert threads == 1 or threads * num_workers <= num_cores
+
+
+class _WorkerSettings(msgspec.Struct, frozen=True):
+    threads: int = 0
+
+
+class _OtherSettings(msgspec.Struct, frozen=True):
+    port: int = 0
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_only_workers_that_name_no_threads_themselves_get_a_share(kind: ServiceKind) -> None:
+    worker = Child("w", kind)
+    assert with_threads(worker, _WorkerSettings(), 4).flags == ("--threads", "4")
+    assert with_threads(worker, _WorkerSettings(threads=3), 4).flags == ()
+    assert with_threads(worker, _OtherSettings(), 4).flags == ()
+    assert with_threads(Child("r", ServiceKind.ROUTER), _WorkerSettings(), 4).flags == ()
+
+
+def test_flags_of_services_become_variables_and_the_rest_stays() -> None:
+    argv = [
+        "--port",
+        "1",
+        "--dtype",
+        "float32",
+        "--eager",
+        "--prefill=2",
+        "--api-key=x",
+        "--what",
+        "--config",
+        "k",
+    ]
+    own, variables = split_flags(argv, OWN, SERVICES)
+    assert own == ["--port", "1", "--prefill=2", "--what"]
+    assert variables == {
+        "KVMESH_DTYPE": "float32", "KVMESH_EAGER": "true", "KVMESH_API_KEY": "x", "KVMESH_CONFIG": "k",
+    }  # fmt: skip
+
+
+def test_a_switch_of_a_service_can_be_turned_off() -> None:
+    assert split_flags(["--no-eager"], OWN, SERVICES) == ([], {"KVMESH_EAGER": "false"})
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            ["--port", "1", "--dtype", "float32", "--eager", "--no-eager", "--x=1", "--api-key=k"]
+        )
+    )
+)
+def test_no_word_of_the_command_line_gets_lost(argv: list[str]) -> None:
+    own, variables = split_flags(argv, OWN, SERVICES)
+    text = " ".join([*own, *variables, *variables.values()]).lower()
+    for word in argv:
+        stem = word.partition("=")[0].removeprefix("--no-").removeprefix("--").replace("-", "_")
+        assert stem in text or (stem in ("1", "float32") and variables), "overwritten by a later one at most"
+
+
+def test_all_children_share_one_secret_and_one_that_is_set_stays() -> None:
+    made = children_environment(UpSettings(), {}, {}, secret="fresh")
+    kept = children_environment(UpSettings(), {"KVMESH_LINK_SECRET": "set"}, {}, secret="fresh")
+    assert (made["KVMESH_LINK_SECRET"], kept["KVMESH_LINK_SECRET"]) == ("fresh", "set")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("gpu-1", "http://gpu-1:80"),
+    ],
+)
+def test_the_address_shown_can_be_reached_from_here(host: str, url: str) -> None:
+    assert reachable_url(host, 80) == url
+
+
+def test_the_line_to_paste_is_one_shell_command_even_with_quotes_in_the_name() -> None:
+    import json
+    import shlex
+
+    said = invitation("http://127.0.0.1:80", 'it\'s "big"', needs_key=True)
+    command = said[said.index("curl ") :].split("\n\n")[0]
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[1] == "http://127.0.0.1:80/v1/chat/completions"
+    assert json.loads(words[words.index("-d") + 1])["model"] == 'it\'s "big"'
+    assert "Authorization: Bearer $KVMESH_API_KEY" in words
