@@ -1,19 +1,17 @@
 """The way of a session over the bus: place, reserve, prefill, tokens; again elsewhere when something breaks.
 
-`Dispatch` awaits a bus that `service` gives it. Frames, departures and load reports come in as plain calls.
+`Dispatch` awaits a bus that `service` gives it. What comes in by itself goes to `LiveSessions`.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 import structlog
 
-from libs.bus.messages.generation import Abort, Place, Placed, Prefill, Refused, Reserve, TokenFrame, Unplace
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
+from libs.bus.messages.generation import Abort, Place, Placed, Prefill, Refused, Reserve, Unplace
 from libs.bus.port import (
     BusError,
     Message,
@@ -24,6 +22,7 @@ from libs.bus.port import (
     RequestTimedOut,
 )
 from libs.request.outcome import FailureReason
+from services.gateway.live_sessions import LiveSessions
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.readmission import (
     ROUTER,
@@ -35,13 +34,9 @@ from services.gateway.readmission import (
     Unreachable,
     next_step,
 )
-from services.gateway.session import Attempt, Failed, Interruption, Outcome, Session
+from services.gateway.session import Attempt, Failed, Outcome, Session
 
 Answer = TypeVar("Answer")
-
-MAX_STRAYS = 10_000
-IDLE_REPORTS_BEFORE_LOST = 4
-IDLE_SECONDS_BEFORE_LOST = 2.0
 
 ABORTED = Failed(FailureReason.ABORTED, "nobody waits for it any more")
 
@@ -70,33 +65,21 @@ class TooLargeForBroker(Exception):
 
 
 class Dispatch:
-    """All live sessions of this gateway. One `run` per session; leaving it frees everything everywhere."""
+    """One `run` per session; leaving it frees everything everywhere."""
 
     def __init__(
         self,
         bus: AskingBus,
         gateway: str,
+        live: LiveSessions,
         limits: Limits,
         metrics: GatewayMetrics,
         *,
         reply_timeout_seconds: float = 5.0,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bus, self._gateway, self._limits, self._metrics = bus, gateway, limits, metrics
+        self._bus, self._gateway, self._live = bus, gateway, live
+        self._limits, self._metrics = limits, metrics
         self._reply_timeout_seconds = reply_timeout_seconds
-        self._now = now
-        self._live: dict[str, Session] = {}
-        self._strays: dict[str, str] = {}
-        self._strays_came = asyncio.Event()
-
-    @property
-    def num_live(self) -> int:
-        """Sessions with a live attempt."""
-        return len(self._live)
-
-    def num_waiting(self) -> int:
-        """Sessions without a token yet."""
-        return sum(session.times.first_token is None for session in self._live.values())
 
     async def run(self, session: Session) -> Outcome:
         """Bring a session to its outcome. Cancelling it aborts the sequence everywhere.
@@ -104,6 +87,7 @@ class Dispatch:
         Raises TooLargeForBroker; all else is an outcome.
         """
         history = History()
+        self._live.enter(session)
         try:
             async with asyncio.timeout(max(0.0, session.deadline_unix_seconds - time.time())):
                 while session.outcome is None:
@@ -115,66 +99,14 @@ class Dispatch:
             session.end(Failed(FailureReason.DEADLINE, detail))
         finally:
             session.end(ABORTED)
+            self._live.leave(session)
         return session.outcome or ABORTED
 
-    def on_frame(self, frame: TokenFrame) -> None:
-        """Give each delta to its session; one call per step of a worker."""
-        now = self._now()
-        for delta in frame.deltas:
-            session = self._live.get(delta.request_id)
-            if session is None:
-                self._metrics.stale_deltas.inc()
-                if delta.finish is None and delta.failure is None:
-                    self._note_stray(delta.request_id, frame.worker)
-                continue
-            last = session.times.last_token
-            if num_new := session.accept(delta, now):
-                self._metrics.note_tokens(session, num_new, last, now)
-
-    def on_departed(self, presence: Presence) -> None:
-        """A process left: interrupt what cannot go on without it."""
-        is_router = presence.kind is ServiceKind.ROUTER
-        for session in list(self._live.values()):
-            attempt = session.attempt
-            if attempt is None:
-                continue
-            if attempt.depends_on(presence.incarnation):
-                detail = f"{presence.name} left the mesh"
-                session.interrupt(Interruption(FailureReason.PEER_LOST, detail, lost=presence.incarnation))
-            elif is_router and not attempt.decode:
-                detail = f"{presence.name} left while the request was queued there"
-                session.interrupt(Interruption(FailureReason.PEER_LOST, detail))
-
-    def on_load(self, report: LoadReport) -> None:
-        """A worker that has nothing to do does not work on our sessions: their last frame was lost."""
-        load, now = report.load, self._now()
-        if report.kind is not ServiceKind.DECODE_WORKER:
-            return
-        if load.num_running or load.num_waiting or load.num_reserved:
-            return
-        for session in list(self._live.values()):
-            attempt = session.attempt
-            if attempt is None or attempt.decode != report.incarnation or not attempt.is_begun:
-                continue
-            attempt.num_idle_reports += 1
-            is_silent = now - attempt.last_heard_seconds >= IDLE_SECONDS_BEFORE_LOST
-            if is_silent and attempt.num_idle_reports >= IDLE_REPORTS_BEFORE_LOST:
-                detail = f"its worker no longer knows {attempt.request_id}"
-                session.interrupt(Interruption(FailureReason.PEER_LOST, detail))
-
-    async def abort_strays(self) -> None:
+    async def abort_strays(self) -> NoReturn:
         """For ever: tell workers about sequences that nobody here waits for, in case an abort was lost."""
         while True:
-            await self._strays_came.wait()
-            self._strays_came.clear()
-            strays, self._strays = self._strays, {}
-            for request_id, worker in strays.items():
+            for request_id, worker in (await self._live.take_strays()).items():
                 await self._tell(Abort(request_id=request_id), to=worker)
-
-    def _note_stray(self, request_id: str, worker: str) -> None:
-        if len(self._strays) < MAX_STRAYS:
-            self._strays[request_id] = worker
-            self._strays_came.set()
 
     async def _after(self, trouble: Trouble, session: Session, history: History) -> None:
         step = next_step(trouble, history, self._limits)
@@ -191,14 +123,14 @@ class Dispatch:
         """One placement up to its end. None: the session has its outcome."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         attempt = session.begin_attempt(partial(_resolve, over))
-        self._live[attempt.request_id] = session
+        self._live.attach(attempt, session)
         try:
             trouble = await self._place(session, attempt, history, over)
             if trouble is None and session.outcome is None:
                 await over
             return None if session.outcome else trouble or attempt.interruption
         finally:
-            del self._live[attempt.request_id]
+            self._live.detach(attempt)
             attempt.is_over = True
             await self._release(session, attempt)
 
@@ -227,7 +159,7 @@ class Dispatch:
         if reserved is None or isinstance(reserved, RefusedBy | Unreachable):
             return reserved
         history.num_begun += 1
-        attempt.is_begun, attempt.last_heard_seconds = True, self._now()
+        attempt.is_begun, attempt.last_heard_seconds = True, time.monotonic()
         if not placed.prefill:
             return None
         prefill = Prefill(generation=generation, decode=placed.decode, link_address=reserved.link_address)

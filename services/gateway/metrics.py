@@ -46,10 +46,13 @@ class GatewayMetrics:
         self.request_prefill_time = seconds("request_prefill_time", "From prefill start to first token.")
         self.request_decode_time = seconds("request_decode_time", "From the first to the last token.")
 
-    def watch(self, num_waiting: Callable[[], int], num_live: Callable[[], int]) -> None:
-        """Read the gauges of sequences when somebody scrapes."""
+    def watch(
+        self, num_waiting: Callable[[], int], num_live: Callable[[], int], num_requests: Callable[[], int]
+    ) -> None:
+        """Read the gauges when somebody scrapes."""
         self.num_requests_waiting.set_function(num_waiting)
         self.num_requests_running.set_function(lambda: num_live() - num_waiting())
+        self.http_requests_in_flight.set_function(num_requests)
 
     def note_tokens(self, session: Session, num_new: int, last: float | None, now: float) -> None:
         """`num_new` tokens came at `now`; those before at `last`."""

@@ -32,6 +32,8 @@ class ShownToken(NamedTuple):
     text: str
     offset: int
     logprobs: TokenLogprobs | None
+    is_cut: bool = False
+    """Its text is not what the token says: it ended the sequence, or a stop string cut it."""
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ class SequenceText:
         self._num_tokens += 1
         self._take(text)
         if self._keeps_tokens:
-            self._held.append(ShownToken(token_id, text, self._num_chars_in - len(text), logprobs))
+            self._held.append(ShownToken(token_id, text, self._num_chars_in - len(text), logprobs, hidden))
             self._show_tokens()
 
     def finish(self) -> None:
@@ -115,11 +117,10 @@ class SequenceText:
             if not (token.text or all_of_them or self.stopped) and len(self._held) == 1:
                 return  # it may begin a character that only `finish` ends
             num_left = num_chars_out - token.offset
-            if num_left < len(token.text):
-                if not (all_of_them or self.stopped):
-                    return
-                token = token._replace(
-                    text=token.text[: max(0, num_left)], offset=min(token.offset, num_chars_out)
-                )
+            if num_left < len(token.text) and not (all_of_them or self.stopped):
+                return
+            if num_left < len(token.text) or (self.stopped and num_left <= 0):
+                text, offset = token.text[: max(0, num_left)], min(token.offset, num_chars_out)
+                token = token._replace(text=text, offset=offset, is_cut=True)
             self._piece.tokens.append(token)
             self._held.popleft()

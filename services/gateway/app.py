@@ -1,0 +1,141 @@
+"""The ASGI app: paths, keys, and one shape for every error."""
+
+import hmac
+import math
+from collections.abc import Sequence
+
+import structlog
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.errors import ApiError, Failed, NotFound, Unauthorized, encode_error
+from services.gateway.generation_api import GenerationApi
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.operations_api import OperationsApi
+
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/openapi.json"})
+"""Asked without a key: by load balancers, orchestrators, Prometheus, people."""
+
+log = structlog.get_logger()
+
+
+class MethodNotAllowed(ApiError):
+    """The path exists, with other methods."""
+
+    status, type, code = 405, "invalid_request_error", "method_not_allowed"
+
+
+def build_app(
+    generation: GenerationApi, operations: OperationsApi, metrics: GatewayMetrics, api_keys: Sequence[str]
+) -> Starlette:
+    """All paths of the gateway."""
+    routes = [
+        Route("/v1/chat/completions", generation.chat, methods=["POST"]),
+        Route("/v1/completions", generation.completions, methods=["POST"]),
+        Route("/tokenize", operations.tokenize, methods=["POST"]),
+        Route("/detokenize", operations.detokenize, methods=["POST"]),
+        Route("/v1/models", operations.models),
+        Route("/v1/models/{model:path}", operations.model),
+        Route("/v1/mesh", operations.mesh),
+        Route("/live", operations.live),
+        Route("/ready", operations.ready),
+        Route("/health", operations.health),
+        Route("/metrics", operations.metrics),
+        Route("/openapi.json", operations.openapi),
+    ]
+    paths = frozenset(route.path for route in routes)
+    app = Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(_CountedResponses, metrics=metrics, paths=paths),
+            Middleware(_Keys, keys=api_keys),
+        ],
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _nobody_there,
+            Exception: _unexpected,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Keys:
+    """Lets requests through that show one of the keys; without keys, all."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
+            given = Request(scope).headers.get("authorization", "")
+            scheme, _, key = given.partition(" ")
+            if scheme.lower() != "bearer" or not self._is_known(key.strip().encode()):
+                error = Unauthorized("a valid API key is needed: send `Authorization: Bearer <key>`")
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, given: bytes) -> bool:
+        # All keys are compared, each in constant time: how long it takes tells nothing.
+        return any([hmac.compare_digest(given, key) for key in self._keys])
+
+
+class _CountedResponses:
+    """Counts responses by path and status when they begin."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, paths: frozenset[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # Any other path would let clients make labels without end.
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._metrics.http_requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    """The HTTP response of an error."""
+    headers = dict(headers or {})
+    if error.retry_after_seconds is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    return Response(encode_error(error), error.status, headers, "application/json")
+
+
+async def _api_error(_request: Request, error: Exception) -> Response:
+    return error_response(error if isinstance(error, ApiError) else Failed(str(error)))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        return error_response(Failed(str(error)))
+    what = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return error_response(NotFound(f"there is no {what}"))
+    if error.status_code == 405:
+        allowed = dict(error.headers or {})
+        return error_response(
+            MethodNotAllowed(f"{what} is not allowed; use {allowed.get('Allow', '')}"), allowed
+        )
+    return error_response(Failed(error.detail))
+
+
+async def _nobody_there(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _unexpected(_request: Request, _error: Exception) -> Response:
+    return error_response(Failed("an unexpected error; it was logged"))

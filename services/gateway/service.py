@@ -1,0 +1,137 @@
+"""The gateway on the bus: HTTP in, `Place`, `Reserve` and `Prefill` out, token frames in, HTTP out."""
+
+import asyncio
+import time
+from typing import Any
+
+from libs.bus.messages.generation import TokenFrame
+from libs.bus.messages.presence import LoadReport, Presence
+from libs.bus.port import Subscription
+from libs.request.outcome import FailureReason
+from libs.runtime.http_server import HttpServer
+from libs.runtime.roster import Roster, RosterChange, watch_roster
+from libs.runtime.runtime import Runtime
+from services.gateway.answering import AnsweringRules
+from services.gateway.app import build_app
+from services.gateway.dispatch import Dispatch
+from services.gateway.gate import Gate
+from services.gateway.generation_api import GenerationApi, GenerationRules
+from services.gateway.language import load_language
+from services.gateway.live_sessions import LiveSessions
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.model_card import ServedModel, default_name
+from services.gateway.operations_api import OperationsApi, Readiness
+from services.gateway.readmission import Limits
+from services.gateway.session import Failed
+from services.gateway.settings import GatewaySettings
+from services.gateway.view import Loads, instances, mesh_status, obstacles, shortest_context
+
+
+class GatewayService:
+    """One gateway."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._gate = Gate(settings.max_concurrent_requests)
+        self._roster, self._loads = Roster(), Loads()
+        self._served = ServedModel(
+            settings.served_model_name or (default_name(settings.model),),
+            settings.max_model_len,
+            int(time.time()),
+            worker_len=lambda: shortest_context(self._services()),
+            place_model=lambda: settings.model if self._services() != self._roster.all() else "",
+        )
+        self._subscriptions: list[Subscription] = []
+        self._server: HttpServer | None = None
+        self._live: LiveSessions | None = None
+
+    async def open(self, runtime: Runtime) -> None:
+        """Listen at once, so that /live and /ready answer; ready when the tokenizer is loaded."""
+        settings = self._settings
+        metrics = GatewayMetrics(runtime.registry)
+        self._live = live = LiveSessions(metrics)
+        limits = Limits(replay=settings.replay == "on", max_attempts=settings.max_attempts)
+        dispatch = Dispatch(runtime.bus, runtime.incarnation, live, limits, metrics)
+        metrics.watch(lambda: live.num_waiting, lambda: len(live), lambda: self._gate.num_inside)
+        self._subscriptions.append(
+            await runtime.bus.subscribe(TokenFrame, self._on_frame, at=runtime.incarnation)
+        )
+        self._subscriptions.append(await runtime.bus.subscribe(LoadReport, self._on_load))
+        runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
+        runtime.spawn("strays", dispatch.abort_strays())
+        app = build_app(
+            GenerationApi(dispatch, self._served, self._gate, metrics, self._generation_rules()),
+            OperationsApi(
+                self._served,
+                runtime.registry,
+                readiness=self._readiness,
+                mesh=self._mesh,
+                max_body_bytes=settings.max_body_bytes,
+            ),
+            metrics,
+            settings.api_key,
+        )
+        self._server = HttpServer(app, host=settings.host, port=settings.port)
+        runtime.describe(http_address=await self._server.open(), model=settings.model)
+        runtime.spawn("http", self._server.wait_ended())
+        runtime.progress("loading the tokenizer")
+        self._served.language = await asyncio.to_thread(load_language, settings.model)
+        runtime.describe(detail="", max_model_len=self._served.max_model_len())
+
+    async def drain(self) -> None:
+        """Let nobody in any more; return when those inside have their answers."""
+        self._gate.close()
+        await self._gate.wait_empty()
+
+    async def close(self) -> None:
+        """Tell those still inside, then stop listening."""
+        self._gate.close()
+        if self._live is not None:
+            self._live.end_all(Failed(FailureReason.ABORTED, "this gateway is shutting down"))
+        if self._server is not None:
+            await self._server.close()
+        for subscription in self._subscriptions:
+            await subscription.close()
+
+    def _generation_rules(self) -> GenerationRules:
+        settings = self._settings
+        answering = AnsweringRules(settings.max_buffered_bytes, settings.flush_timeout_seconds)
+        return GenerationRules(settings.max_body_bytes, settings.request_timeout_seconds, answering)
+
+    def _services(self) -> list[Presence]:
+        """Everybody, but of workers only those of this gateway's model where some name it."""
+        everybody = self._roster.all()
+        strangers = [p for p in everybody if p.model and p.model != self._settings.model]
+        is_named = any(p.model == self._settings.model and p.max_model_len for p in everybody)
+        return [p for p in everybody if not (is_named and p in strangers)]
+
+    def _on_frame(self, frame: TokenFrame) -> None:
+        if self._live is not None:
+            self._live.on_frame(frame, time.monotonic())
+
+    def _on_load(self, report: LoadReport) -> None:
+        now = time.monotonic()
+        self._loads.hear(report, now)
+        if self._live is not None:
+            self._live.on_load(report, now)
+
+    def _roster_changed(self, change: RosterChange) -> None:
+        for presence in change.departed:
+            self._loads.forget(presence.incarnation)
+            if self._live is not None:
+                self._live.on_departed(presence)
+
+    def _readiness(self) -> Readiness:
+        services = self._services()
+        reasons = obstacles(services)
+        if self._served.language is None:
+            reasons.insert(0, "the tokenizer is still loading")
+        if self._gate.is_closed:
+            reasons.insert(0, "this gateway is shutting down")
+        return Readiness(reasons, instances(services))
+
+    def _mesh(self) -> dict[str, Any]:
+        status = mesh_status(self._roster.all(), self._loads, time.monotonic())
+        status["models"] = list(self._served.names)
+        status["num_requests_in_flight"] = self._gate.num_inside
+        return status

@@ -1,0 +1,121 @@
+"""What this gateway knows of the mesh: who is there, how loaded, whether a request could be served. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class HeardLoad:
+    """The newest report of a worker, and when it came (monotonic seconds)."""
+
+    report: LoadReport
+    heard: float
+
+
+class Loads:
+    """The newest load of each worker; reports may come in any order."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, HeardLoad] = {}
+
+    def hear(self, report: LoadReport, now: float) -> None:
+        """Keep it unless a newer one is known."""
+        known = self._heard.get(report.incarnation)
+        if known is None or report.sequence > known.report.sequence:
+            self._heard[report.incarnation] = HeardLoad(report, now)
+
+    def forget(self, incarnation: str) -> None:
+        """The worker left."""
+        self._heard.pop(incarnation, None)
+
+    def get(self, incarnation: str) -> HeardLoad | None:
+        """The newest report of one worker."""
+        return self._heard.get(incarnation)
+
+
+def obstacles(services: Sequence[Presence]) -> list[str]:
+    """Why no request can be served now; empty when one can."""
+    decodes = _ready(services, ServiceKind.DECODE_WORKER)
+    prefills = _ready(services, ServiceKind.PREFILL_WORKER)
+    fingerprints = {prefill.model_fingerprint for prefill in prefills}
+    if any(decode.runs_prompts or decode.model_fingerprint in fingerprints for decode in decodes):
+        return [] if _ready(services, ServiceKind.ROUTER) else ["no router is ready"]
+    reasons = _not_ready(services)
+    if not decodes:
+        reasons.append("no decode worker is ready")
+    if not prefills:
+        reasons.append("no prefill worker is ready")
+    if decodes and prefills:
+        reasons.append("no prefill and decode worker have the same model, dtype and block layout")
+    return reasons
+
+
+def shortest_context(services: Iterable[Presence]) -> int | None:
+    """The least context length that a ready worker tells; None while none tells."""
+    lengths = [p.max_model_len for p in services if p.max_model_len and p.state is ServiceState.READY]
+    return min(lengths, default=None)
+
+
+def instances(services: Sequence[Presence]) -> list[dict[str, Any]]:
+    """Workers with their states, for /health."""
+    workers = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
+    return [
+        {
+            "name": p.name,
+            "kind": p.kind.value,
+            "incarnation": p.incarnation,
+            "state": p.state.value,
+            "reason": p.detail,
+        }
+        for p in services
+        if p.kind in workers
+    ]
+
+
+def mesh_status(services: Sequence[Presence], loads: Loads, now: float) -> dict[str, Any]:
+    """All services with their loads, and sums over the workers; for /v1/mesh."""
+    told: list[dict[str, Any]] = []
+    totals = dict.fromkeys(_SUMMED, 0.0)
+    for presence in sorted(services, key=lambda p: (p.kind.value, p.name)):
+        entry: dict[str, Any] = msgspec.to_builtins(presence)
+        entry |= {"load": None, "load_age_seconds": None}
+        if (heard := loads.get(presence.incarnation)) is not None:
+            entry |= {"load": _load(heard.report.load), "load_age_seconds": round(now - heard.heard, 3)}
+            for name in _SUMMED:
+                totals[name] += getattr(heard.report.load, name)
+        told.append(entry)
+    return {"services": told, "totals": totals}
+
+
+_SUMMED = (
+    "num_running",
+    "num_waiting",
+    "num_reserved",
+    "num_waiting_tokens",
+    "num_blocks",
+    "num_used_blocks",
+    "tokens_per_second",
+)
+
+
+def _load(load: WorkerLoad) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(load)
+    told.pop("recent_request_ids", None)
+    return told
+
+
+def _ready(services: Sequence[Presence], kind: ServiceKind) -> list[Presence]:
+    return [p for p in services if p.kind is kind and p.state is ServiceState.READY]
+
+
+def _not_ready(services: Sequence[Presence]) -> list[str]:
+    return [
+        f"{p.name} is {p.state.value}" + (f": {p.detail}" if p.detail else "")
+        for p in services
+        if p.kind is not ServiceKind.GATEWAY and p.state is not ServiceState.READY
+    ]
