@@ -1,0 +1,51 @@
+"""What all tests share: virtual time."""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+_STUCK_SECONDS = 20.0
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Where nothing is ready, time jumps to the next timer instead of being waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:  # no timer at all: only a thread or a socket can go on
+            ready = super().select(_STUCK_SECONDS)
+            if not ready:
+                raise RuntimeError("every task waits for something that nothing will bring about")
+            return ready
+        ready = super().select(0)
+        if not ready:
+            self.now += max(0.0, timeout)
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop on which sleeping costs nothing. For code without real sockets or processes."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+@pytest.fixture
+def run_virtually() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """Runs a coroutine to its end in virtual time: `run_virtually(scenario())` in a plain test."""
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            return runner.run(work)
+
+    return run
