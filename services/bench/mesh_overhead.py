@@ -121,8 +121,19 @@ async def running_mesh(*flags: str) -> AsyncIterator[httpx.AsyncClient]:
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as state_dir:
         output = Path(state_dir, "up.txt")
         with output.open("wb") as file:
-            command = [sys.executable, "-m", "services.up", "--port", str(port), "--state-dir", state_dir, *flags]
-            up = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"TERM": "dumb"})
+            command = [
+                sys.executable,
+                "-m",
+                "services.up",
+                "--port",
+                str(port),
+                "--state-dir",
+                state_dir,
+                *flags,
+            ]
+            up = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"TERM": "dumb"}
+            )
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
                 await _wait_ready(client, up, output)

@@ -45,7 +45,15 @@ class Mesh:
         self.url = f"http://127.0.0.1:{self.port}"
         self.state_dir = state_dir
         self.output = state_dir / "up.txt"
-        command = [sys.executable, "-m", "services.up", "--port", str(self.port), "--state-dir", str(state_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "services.up",
+            "--port",
+            str(self.port),
+            "--state-dir",
+            str(state_dir),
+        ]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
 
@@ -55,7 +63,11 @@ class Mesh:
                 raise AssertionError(f"up ended with {self.process.returncode}:\n{self.output.read_text()}")
             return self.status_of("/ready") == 200
 
-        until(ready, timeout_seconds=START_TIMEOUT_SECONDS, what=f"the mesh is ready; it said {self.output.read_text()}")
+        until(
+            ready,
+            timeout_seconds=START_TIMEOUT_SECONDS,
+            what=f"the mesh is ready; it said {self.output.read_text()}",
+        )
 
     def status_of(self, path: str) -> int:
         try:
@@ -88,7 +100,11 @@ class Mesh:
         return held
 
     def wait_idle(self, timeout_seconds: float = 10.0) -> None:
-        until(lambda: not any(self.gauges().values()), timeout_seconds=timeout_seconds, what="all gauges are at zero")
+        until(
+            lambda: not any(self.gauges().values()),
+            timeout_seconds=timeout_seconds,
+            what="all gauges are at zero",
+        )
 
     def kill(self, name: str) -> str:
         """kill -9 the service of this name; returns the incarnation that died."""

@@ -13,13 +13,17 @@ from libs.request.sampling import SamplingParams
 @pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """One prefill and one decode worker in float32, with chunks small enough that long prompts are cut."""
-    yield from running_mesh(tmp_path_factory.mktemp("mesh"), "--dtype", "float32", "--max-num-batched-tokens", "256")
+    yield from running_mesh(
+        tmp_path_factory.mktemp("mesh"), "--dtype", "float32", "--max-num-batched-tokens", "256"
+    )
 
 
 @pytest.fixture(scope="session")
 def double_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """Two workers per role, so that one of each may die."""
-    yield from running_mesh(tmp_path_factory.mktemp("double"), "--dtype", "float32", "--prefill", "2", "--decode", "2")
+    yield from running_mesh(
+        tmp_path_factory.mktemp("double"), "--dtype", "float32", "--prefill", "2", "--decode", "2"
+    )
 
 
 class _Collector:
@@ -63,7 +67,9 @@ def reference() -> Callable[[list[str], int], list[str]]:
 
     async def generate(prompts: list[str], max_tokens: int) -> list[str]:
         collector = _Collector(len(prompts))
-        settings = EngineSettings(num_blocks=4096, max_num_batched_tokens=2048, max_model_len=2048, num_threads=2)
+        settings = EngineSettings(
+            num_blocks=4096, max_num_batched_tokens=2048, max_model_len=2048, num_threads=2
+        )
         engine = Engine(model, settings, collector)
         await engine.start()
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -54,7 +54,11 @@ async def test_fifty_prompts_sixteen_at_once(mesh: Mesh, expected: list[str]) ->
     async def complete(prompt: str) -> str:
         async with limit:
             answer = await client.completions.create(
-                model=MODEL, prompt=prompt, temperature=0, max_tokens=MAX_TOKENS, extra_body={"ignore_eos": True}
+                model=MODEL,
+                prompt=prompt,
+                temperature=0,
+                max_tokens=MAX_TOKENS,
+                extra_body={"ignore_eos": True},
             )
             return answer.choices[0].text
 

@@ -46,7 +46,9 @@ def test_kvmesh_chat_and_status_print_json(mesh: Mesh) -> None:
 def test_a_restarted_broker_is_found_again_by_everybody(mesh: Mesh) -> None:
     before = {s["name"]: s["incarnation"] for s in mesh.services()}
     client = mesh.client()
-    expected = client.completions.create(model=MODEL, prompt="Snow is", temperature=0, max_tokens=8).choices[0].text
+    expected = (
+        client.completions.create(model=MODEL, prompt="Snow is", temperature=0, max_tokens=8).choices[0].text
+    )
     os.kill(_child_of(mesh.process.pid, "nats-server"), signal.SIGKILL)
 
     def answers() -> bool:

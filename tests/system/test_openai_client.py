@@ -10,7 +10,9 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer w
 
 
 def test_a_chat_answers_with_text_and_usage(mesh: Mesh) -> None:
-    answer = mesh.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
+    answer = mesh.client().chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=32
+    )
     choice = answer.choices[0]
     assert "Paris" in (choice.message.content or "")
     assert choice.message.role == "assistant"
@@ -32,7 +34,10 @@ def test_a_streamed_chat_says_the_same_as_a_whole_one(mesh: Mesh) -> None:
     )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == whole.choices[0].message.content
+    )
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
@@ -85,7 +90,9 @@ def test_n_choices_differ_when_sampled_and_agree_when_greedy(mesh: Mesh) -> None
     client = mesh.client()
     greedy = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=8, n=3)
     assert len({c.message.content for c in greedy.choices}) == 1
-    sampled = client.completions.create(model=MODEL, prompt="My favourite", temperature=1.2, max_tokens=16, n=3, seed=1)
+    sampled = client.completions.create(
+        model=MODEL, prompt="My favourite", temperature=1.2, max_tokens=16, n=3, seed=1
+    )
     assert len({c.text for c in sampled.choices}) > 1
 
 

@@ -1,0 +1,44 @@
+"""`python -m services.bench [SECTION ...]`: measure, print tables with ratios, keep them as JSON."""
+
+import argparse
+import json
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from services.bench.figures import as_record, as_table
+from services.bench.sections import SECTIONS
+
+
+def main() -> None:
+    """Run the sections named, or all."""
+    names = [section.name for section in SECTIONS]
+    parser = argparse.ArgumentParser(prog="python -m services.bench", description=__doc__)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(names)}; default: all")
+    parser.add_argument(
+        "--json", type=Path, default=Path("build/bench.json"), help="where the figures are kept"
+    )
+    arguments = parser.parse_args()
+    if unknown := set(arguments.sections) - set(names):
+        parser.error(f"unknown section {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    console = Console()
+    record: dict[str, object] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+    }
+    for section in SECTIONS:
+        if arguments.sections and section.name not in arguments.sections:
+            continue
+        with console.status(section.title) as status:
+            figures = section.measure(lambda text, at=section, on=status: on.update(f"{at.title}: {text}"))
+        console.print(as_table(section.title, figures))
+        record[section.name] = [as_record(figure) for figure in figures]
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

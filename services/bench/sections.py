@@ -1,0 +1,164 @@
+"""Every section of the bench: what is measured together, and the aims."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from services.bench.figures import Figure, Section
+from services.bench.machine import MachineRates, measure_machine
+
+Say = Callable[[str], None]
+
+DECODE_AIMS = {1: 60.0, 8: 400.0, 32: 1000.0}
+PREFILL_TOKENS = 512
+PREFILL_AIM = 4300.0
+MODEL = "smollm2-135m-instruct"
+MESH_PROMPT_TOKENS = (64, 512)
+
+
+def machine(say: Say) -> list[Figure]:
+    """The floor everything else is held against."""
+    say("copy and matrix multiplication in torch")
+    rates = measure_machine()
+    threads = torch.get_num_threads()
+    return [
+        Figure(f"copy bandwidth, {threads} threads", rates.copy_bytes_per_second / 1e9, "GB/s"),
+        Figure(f"bf16 GEMM rate, {threads} threads", rates.gemm_flops_per_second / 1e9, "GFLOP/s"),
+    ]
+
+
+def bus(say: Say) -> list[Figure]:
+    """Control messages over a real broker."""
+    from libs.bus.bench import measure_bus
+
+    say("requests and publishes over NATS")
+    return _plain(asyncio.run(measure_bus()))
+
+
+def transport(say: Say) -> list[Figure]:
+    """Links between two processes, against plain sockets and memcpy."""
+    from libs.transport.bench import measure_transport
+
+    say("Links over UCX and shared memory, with a second process")
+    return _plain(measure_transport())
+
+
+def kernels(say: Say) -> list[Figure]:
+    """Our kernels against torch's."""
+    from kernels.bench import measure_kernels
+
+    say("each kernel against torch")
+    return _plain(measure_kernels())
+
+
+def engine(say: Say) -> list[Figure]:
+    """The engine alone against transformers, and both against the floor."""
+    from libs.engine.bench import measure_engine
+    from libs.model.load import find_model, load_model
+    from services.bench import transformers_peer as peer_rates
+
+    say("rates of this machine")
+    rates = measure_machine()
+    say(f"loading {MODEL}")
+    model = load_model(find_model(MODEL), dtype=torch.bfloat16)
+    say("the engine: decode at 1, 8 and 32 sequences, prefill of 512 tokens")
+    ours = measure_engine(model)
+    say("transformers: the same")
+    peer = peer_rates.load_peer(MODEL, torch.bfloat16)
+    figures: list[Figure] = []
+    for num_sequences, aim in DECODE_AIMS.items():
+        theirs = peer_rates.decode_tokens_per_second(peer, num_sequences)
+        ours_here = ours[f"decode_{num_sequences}_tokens_per_second"]
+        name = f"decode, {num_sequences} sequences"
+        figures.append(Figure(name, ours_here, "tokens/s", theirs, "transformers", at_least=aim))
+        figures += _shares(model, name, ours_here / num_sequences, num_sequences, rates)
+    theirs = peer_rates.prefill_tokens_per_second(peer, PREFILL_TOKENS)
+    ours_here = ours["prefill_512_tokens_per_second"]
+    figures.append(
+        Figure("prefill, 512 tokens", ours_here, "tokens/s", theirs, "transformers", at_least=PREFILL_AIM)
+    )
+    flops_per_token = 2 * (_num_weights(model) - model.config.vocab_size * model.config.hidden_size)
+    figures.append(
+        Figure(
+            "prefill, GEMM work alone",
+            ours_here * flops_per_token / 1e9,
+            "GFLOP/s",
+            rates.gemm_flops_per_second / 1e9,
+            "torch bf16 GEMM",
+        )
+    )
+    return figures
+
+
+def _shares(
+    model: Any, name: str, steps_per_second: float, num_sequences: int, rates: MachineRates
+) -> list[Figure]:
+    """A decode step reads every weight once and multiplies each with every sequence."""
+    num_weights = _num_weights(model)
+    return [
+        Figure(
+            f"{name}: weights read",
+            steps_per_second * num_weights * 2 / 1e9,
+            "GB/s",
+            rates.copy_bytes_per_second / 1e9,
+            "copy",
+        ),
+        Figure(
+            f"{name}: GEMM work",
+            steps_per_second * num_sequences * num_weights * 2 / 1e9,
+            "GFLOP/s",
+            rates.gemm_flops_per_second / 1e9,
+            "torch bf16 GEMM",
+        ),
+    ]
+
+
+def _num_weights(model: Any) -> int:
+    """Weights that a decode step reads: the layers' matrices and the head."""
+    c = model.config
+    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    mlp = 3 * c.hidden_size * c.intermediate_size
+    return int(c.num_layers * (attention + mlp) + c.vocab_size * c.hidden_size)
+
+
+def mesh(say: Say) -> list[Figure]:
+    """What HTTP, router, hand-over and bus add to the engine, with the same threads per worker."""
+    from libs.model.load import find_model, load_model
+    from services.bench.mesh_overhead import NUM_STREAMS, measure_engine_alone, measure_mesh
+
+    model = load_model(find_model(MODEL), dtype=torch.bfloat16)
+    say("the engine alone, one thread")
+    alone = asyncio.run(measure_engine_alone(model, MESH_PROMPT_TOKENS, num_threads=1))
+    say("the mesh, one thread per worker")
+    flags = ("--dtype", "bfloat16", "--threads", "1")
+    meshed = asyncio.run(measure_mesh(MESH_PROMPT_TOKENS, model.config.vocab_size, *flags))
+    figures: list[Figure] = []
+    for length in MESH_PROMPT_TOKENS:
+        mesh_ms, alone_ms = meshed.ttft_seconds[length] * 1e3, alone.ttft_seconds[length] * 1e3
+        figures += [
+            Figure(f"TTFT, {length} tokens", mesh_ms, "ms", alone_ms, "engine alone"),
+            Figure(f"TTFT, {length} tokens: added by the mesh", mesh_ms - alone_ms, "ms", at_most=10.0),
+        ]
+    mesh_ms, alone_ms = meshed.inter_token_seconds * 1e3, alone.inter_token_seconds * 1e3
+    added = 100 * (mesh_ms / alone_ms - 1)
+    return [
+        *figures,
+        Figure(f"inter-token latency, {NUM_STREAMS} streams", mesh_ms, "ms", alone_ms, "engine alone"),
+        Figure("inter-token latency: added by the mesh", added, "%", at_most=10.0),
+    ]
+
+
+def _plain(measured: dict[str, float]) -> list[Figure]:
+    return [Figure(name, value, "") for name, value in measured.items()]
+
+
+SECTIONS = (
+    Section("machine", "This machine", machine),
+    Section("bus", "Bus", bus),
+    Section("transport", "Links", transport),
+    Section("kernels", "Kernels", kernels),
+    Section("engine", "Engine alone, SmolLM2-135M in bf16", engine),
+    Section("mesh", "Mesh against the engine alone", mesh),
+)
