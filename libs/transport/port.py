@@ -1,30 +1,30 @@
 """What the mesh needs of a tensor transport. UCX, shared memory and in-memory pass one contract suite.
 
-A Link joins two processes. It carries frames: a small opaque header (<= MAX_HEADER_BYTES) and a body of raw bytes,
-each delivered whole, in order, once, or the Link is lost. Senders are held back by credits: a receiver that does not
-consume stops its sender, never its own memory. An idle Link costs nothing.
+A Link joins two processes. It carries frames: a small opaque header (<= MAX_HEADER_BYTES) and a body of raw
+bytes, each delivered whole, in order, once, or the Link is lost. Senders are held back by credits: a receiver
+that does not consume stops its sender, never its own memory. An idle Link costs nothing.
 """
 
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from libs.transport.memory import Bytes as Bytes
+from libs.transport.memory import Memory
 
 MAX_HEADER_BYTES = 4096
 
-Bytes = NDArray[np.uint8]
-
 
 class LinkError(Exception):
-    """The root: `LinkLost`, `LinkTimeout`, `HandshakeRefused`, `FrameTooLarge`."""
+    """The root: `LinkLost`, `LinkTimeout`, `HandshakeRefused`, `FrameTooLarge`, `ListenFailed`."""
 
 
 class LinkLost(LinkError):
-    """The peer died, closed, or broke the protocol; everything that waits on this Link fails with this within 1 s."""
+    """The peer died, closed, or broke the protocol; everything that waits on this Link fails with this within
+    1 s."""
 
 
 class LinkTimeout(LinkError):
-    """This operation's deadline passed. The Link is lost with it: a half-sent frame cannot be taken back."""
+    """This operation's deadline passed. With a send the Link is lost: a half-sent frame cannot be taken
+    back."""
 
 
 class HandshakeRefused(LinkError):
@@ -33,6 +33,10 @@ class HandshakeRefused(LinkError):
 
 class FrameTooLarge(LinkError):
     """Header or body beyond the limits of the transport; nothing was sent."""
+
+
+class ListenFailed(LinkError):
+    """The address is in use or not of this machine, or the transport cannot work here; says which."""
 
 
 class Received(Protocol):
@@ -49,7 +53,8 @@ class Received(Protocol):
         ...
 
     def release(self) -> None:
-        """Give the buffer back to the pool, and with it a credit to the sender. Idempotent."""
+        """Give the buffer back to the pool, and with it a credit to the sender. Idempotent. `body` is empty
+        after."""
         ...
 
 
@@ -66,13 +71,18 @@ class Link(Protocol):
         """False once lost or closed."""
         ...
 
-    async def send(self, header: bytes, body: Bytes | None = None, *, timeout_seconds: float) -> None:
+    async def send(
+        self, header: bytes, body: Bytes | Memory | None = None, *, timeout_seconds: float
+    ) -> None:
         """Send one frame; returns when `body` may be reused. Concurrent sends are queued in call order.
+        `Memory` takes what is no numpy array: `as_memory(tensor)`, host or device. A send cancelled while it
+        still waits for credit never happened; one that is under way is first ended, within its deadline.
         Raises LinkLost, LinkTimeout, FrameTooLarge."""
         ...
 
     async def receive(self, *, timeout_seconds: float | None = None) -> Received:
-        """The next frame. Raises LinkLost when none will come any more. A timeout here loses nothing."""
+        """The next frame. Raises LinkLost when none will come any more; LinkTimeout, which here loses
+        nothing."""
         ...
 
     async def close(self) -> None:
@@ -101,7 +111,7 @@ class Transport(Protocol):
     """Makes Links. One per process; owns the worker, the buffer pool and the progress callback."""
 
     async def listen(self, host: str, port: int = 0) -> Listener:
-        """Accept Links on this host; port 0 takes any free one."""
+        """Accept Links on this host; port 0 takes any free one. Raises ListenFailed."""
         ...
 
     async def connect(self, address: str, *, expected_peer: str = "", timeout_seconds: float) -> Link:

@@ -1,0 +1,110 @@
+"""Links between processes of one host through shared memory (port.Transport). Linux only."""
+
+import asyncio
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+from libs.transport.greeting import Door, Prepared, greet
+from libs.transport.handshake import Identity, Side
+from libs.transport.link import PeerLink
+from libs.transport.open_links import OpenLinks
+from libs.transport.packets import PacketServer, PacketSocket, connect_packets
+from libs.transport.port import HandshakeRefused, LinkLost, LinkTimeout, ListenFailed
+from libs.transport.shm_wire import ShmWire
+
+SCHEME = "shm://"
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory this way: same kernel, same network namespace (abstract
+    sockets)."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    namespace = os.readlink("/proc/self/ns/net")
+    return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:16]
+
+
+class ShmListener:
+    """Accepts Links at one name (port.Listener)."""
+
+    def __init__(self, transport: "ShmTransport", name: str) -> None:
+        """Raises ListenFailed."""
+        self.address = f"{SCHEME}{host_id()}/{name}"
+        self.door = Door()
+        self._transport = transport
+        try:
+            self._server = PacketServer(_socket_name(name), self._greet)
+        except OSError as error:
+            raise ListenFailed(f"cannot listen at {self.address}: {error}") from error
+
+    def _greet(self, packets: PacketSocket) -> None:
+        self.door.knock(self._transport.me, packets, lambda side: self._transport.prepare(side, packets))
+
+    async def accept(self) -> PeerLink:
+        """See port.Listener."""
+        return await self.door.accept()
+
+    async def close(self) -> None:
+        """See port.Listener."""
+        self._server.close()
+        await self.door.close()
+
+
+class ShmTransport:
+    """Makes Links through shared memory. `cap_bytes` bounds the idle segments of each Link and direction."""
+
+    def __init__(self, me: Identity, cap_bytes: int) -> None:
+        self.me, self.links = me, OpenLinks()
+        self._cap_bytes = cap_bytes
+        self._listeners: set[ShmListener] = set()
+
+    async def listen(self, host: str, port: int = 0) -> ShmListener:
+        """See port.Transport. `host` plays no part; the same `port` gives the same address."""
+        listener = ShmListener(self, str(port) if port else secrets.token_hex(8))
+        self._listeners.add(listener)
+        return listener
+
+    async def connect(self, address: str, *, expected_peer: str = "", timeout_seconds: float) -> PeerLink:
+        """See port.Transport. Raises HandshakeRefused for an address of another host."""
+        host, _, name = address.removeprefix(SCHEME).partition("/")
+        if not address.startswith(SCHEME) or not name:
+            raise LinkLost(f"{address!r} is no shared-memory address; expected {SCHEME}HOST/NAME")
+        if host != host_id():
+            raise HandshakeRefused(
+                f"{address} is on another host or in another network namespace; use UCX for it"
+            )
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                packets = await connect_packets(_socket_name(name))
+                return await greet(self.me, packets, expected_peer, lambda side: self.prepare(side, packets))
+        except TimeoutError:
+            raise LinkTimeout(f"{address} did not answer within {timeout_seconds} s") from None
+        except OSError as error:
+            raise LinkLost(f"cannot reach {address}: {error}") from error
+
+    def prepare(self, side: Side, packets: PacketSocket) -> Prepared:
+        """A Link over a line whose peer is proven."""
+        link = PeerLink(side.peer.incarnation, self.me.limits, side.peer.limits, self.links.discard)
+        self.links.add(link)
+        wire = ShmWire(link, packets, min(self._cap_bytes, side.peer.limits.window_bytes))
+
+        def join(_: bytes) -> None:
+            link.attach(wire)
+            packets.watch(wire.on_packet, lambda: link.lose(LinkLost(f"{link.peer} is gone")))
+
+        return Prepared(link, b"", join)
+
+    def num_open_links(self) -> int:
+        """See port.Transport."""
+        return len(self.links)
+
+    async def close(self) -> None:
+        """See port.Transport."""
+        while self._listeners:
+            await self._listeners.pop().close()
+        await self.links.close()
+
+
+def _socket_name(name: str) -> str:
+    return f"kvmesh-{name}"

@@ -1,0 +1,166 @@
+"""Carries one Link as active messages: small bodies travel along, large ones are fetched into pooled
+buffers."""
+
+import secrets
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from functools import partial
+from typing import NamedTuple
+
+from libs.transport.credits import Credit
+from libs.transport.link import PeerLink, Sending
+from libs.transport.memory import NO_BODY, Memory, own_copy
+from libs.transport.pool import BufferPool
+from libs.transport.port import MAX_HEADER_BYTES, LinkLost
+from libs.transport.ucx import abi
+from libs.transport.ucx.order import InOrder
+from libs.transport.ucx.worker import Arrival, UcxWorker
+
+EAGER_BYTES = 32 << 10
+"""Bodies up to this travel with their header."""
+
+_ENVELOPE = struct.Struct("<QQBQQ")  # token, number, kind, credit
+ENVELOPE_BYTES = _ENVELOPE.size + MAX_HEADER_BYTES
+
+
+class Kind(IntEnum):
+    """What a message is. Credit has no place in the order; frames and the close do."""
+
+    FRAME = 0
+    CREDIT = 1
+    CLOSE = 2
+
+
+class _Complete(NamedTuple):
+    """A frame in memory; None for `frame_header` is the close."""
+
+    frame_header: bytes | None
+    memory: Memory
+    give_back: Callable[[], None] | None
+
+
+class UcxWire:
+    """See link.Wire. `token` stands in each message that comes to us; the peer learned it in the
+    handshake."""
+
+    def __init__(
+        self, worker: UcxWorker, link: PeerLink, pool: BufferPool[Memory], on_abort: Callable[[], None]
+    ) -> None:
+        self._worker, self._link, self._pool, self._on_abort = worker, link, pool, on_abort
+        self.token = secrets.randbits(64)
+        self._peer_token = 0
+        self._endpoint = 0
+        self._next_number = 0
+        self._arrived: InOrder[_Complete] = InOrder()
+        self._is_over = False
+
+    def connect(self, address: bytes, peer_token: int) -> None:
+        """Reach the peer's worker. Raises LinkLost."""
+        self._peer_token = peer_token
+        self._endpoint = self._worker.connect(address, self)
+
+    # What the Link asks for
+
+    def post(self, sending: Sending, credit: Credit) -> None:
+        """See link.Wire."""
+        envelope = self._envelope(Kind.FRAME, credit, sending.header)
+        is_rendezvous = sending.body.num_bytes > EAGER_BYTES or sending.body.is_device
+        self._worker.send(self._endpoint, envelope, sending.body, is_rendezvous, partial(self._sent, sending))
+
+    def tell(self, credit: Credit) -> None:
+        """See link.Wire."""
+        self._send_control(Kind.CREDIT, credit)
+
+    def post_close(self) -> None:
+        """See link.Wire."""
+        self._send_control(Kind.CLOSE, Credit(0, 0))
+
+    def abort(self) -> None:
+        """See link.Wire."""
+        if self._is_over:
+            return
+        self._is_over = True
+        endpoint, self._endpoint = self._endpoint, 0
+        if endpoint:
+            self._worker.disconnect(endpoint)
+        for complete in self._arrived.drain():
+            if complete.give_back is not None:
+                complete.give_back()
+        self._on_abort()
+
+    def on_failure(self, reason: str) -> None:
+        """See worker.Endpoint."""
+        self._link.lose(LinkLost(f"UCX lost {self._link.peer}: {reason}"))
+
+    def _envelope(self, kind: Kind, credit: Credit, header: bytes) -> bytes:
+        number = self._next_number
+        if kind is not Kind.CREDIT:
+            self._next_number += 1
+        return _ENVELOPE.pack(self._peer_token, number, kind, *credit) + header
+
+    def _send_control(self, kind: Kind, credit: Credit) -> None:
+        self._worker.send(self._endpoint, self._envelope(kind, credit, b""), NO_BODY, False, self._check)
+
+    def _sent(self, sending: Sending, status: int) -> None:
+        self._check(status)
+        if status == abi.OK:
+            self._link.on_sent(sending)
+
+    def _check(self, status: int) -> None:
+        if status != abi.OK and not self._is_over:
+            self.on_failure(self._worker.status_text(status))
+
+    # What comes from the peer
+
+    def on_arrival(self, arrival: Arrival) -> None:
+        """A message with our token."""
+        _, number, kind, *credit = _ENVELOPE.unpack_from(arrival.envelope)
+        if kind == Kind.CREDIT:
+            self._link.on_credit(Credit(*credit))
+        elif kind == Kind.CLOSE:
+            self._complete(number, _Complete(None, NO_BODY, None))
+        elif not self._link.on_arriving(arrival.num_bytes):
+            if arrival.descriptor:
+                self._worker.discard(arrival.descriptor)
+        else:
+            self._link.on_credit(Credit(*credit))
+            self._take(number, arrival)
+
+    def _take(self, number: int, arrival: Arrival) -> None:
+        header = arrival.envelope[_ENVELOPE.size :]
+        if arrival.descriptor:
+            buffer = self._pool.take(arrival.num_bytes)
+            memory = Memory(buffer.address, arrival.num_bytes, buffer.owner, buffer.is_device)
+            complete = _Complete(header, memory, partial(self._pool.give, buffer))
+            done = partial(self._fetched, number, complete)
+            self._worker.fetch(arrival.descriptor, buffer, arrival.num_bytes, done)
+        else:
+            self._complete(number, _Complete(header, own_copy(arrival.body), None))
+
+    def _fetched(self, number: int, complete: _Complete, status: int) -> None:
+        if status == abi.OK and not self._is_over:
+            self._complete(number, complete)
+            return
+        if complete.give_back is not None:
+            complete.give_back()
+        self._check(status)
+
+    def _complete(self, number: int, complete: _Complete) -> None:
+        try:
+            due = self._arrived.place(number, complete)
+        except ValueError as error:
+            self._link.lose(LinkLost(f"{self._link.peer} broke the protocol: {error}"))
+            return
+        for header, memory, give_back in due:
+            if header is None:
+                self._link.on_close()
+            else:
+                self._link.on_frame(header, memory, give_back)
+
+
+def token_of(envelope: bytes) -> int | None:
+    """Whose message this is; None when it is none of ours."""
+    if not _ENVELOPE.size <= len(envelope) <= ENVELOPE_BYTES:
+        return None
+    return int.from_bytes(envelope[:8], "little")
