@@ -4,10 +4,12 @@ import argparse
 import json
 import platform
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.status import Status
 
 from services.bench.figures import as_record, as_table
 from services.bench.sections import SECTIONS
@@ -27,17 +29,23 @@ def main() -> None:
     console = Console()
     record: dict[str, object] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "machine": platform.machine(),
+        "num_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
     for section in SECTIONS:
         if arguments.sections and section.name not in arguments.sections:
             continue
         with console.status(section.title) as status:
-            figures = section.measure(lambda text, at=section, on=status: on.update(f"{at.title}: {text}"))
+            figures = section.measure(partial(_show, status, section.title))
         console.print(as_table(section.title, figures))
         record[section.name] = [as_record(figure) for figure in figures]
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _show(status: Status, title: str, doing: str) -> None:
+    status.update(f"{title}: {doing}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""What the mesh adds to the engine: time to first token and inter-token latency, both measured here in one run."""
+"""What the mesh adds to the engine, in time to first token and inter-token latency, measured in one run."""
 
 import asyncio
 import contextlib
 import json
-import os
 import random
 import signal
 import socket
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,46 +111,34 @@ def _median_gap(arrivals: list[list[float]]) -> float:
     return statistics.median((span[-1] - span[0]) / (len(span) - 1) for span in spans if len(span) > 1)
 
 
-@contextlib.asynccontextmanager
-async def running_mesh(*flags: str) -> AsyncIterator[httpx.AsyncClient]:
-    """`kvmesh up` as a child on a free port; gone when the block ends."""
+@contextlib.contextmanager
+def running_mesh(*flags: str) -> Iterator[str]:
+    """`kvmesh up` as a child on a free port; yields its address; gone when the block ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as state_dir:
         output = Path(state_dir, "up.txt")
+        command = [sys.executable, "-m", "services.up", "--port", str(port), "--state-dir", state_dir, *flags]
         with output.open("wb") as file:
-            command = [
-                sys.executable,
-                "-m",
-                "services.up",
-                "--port",
-                str(port),
-                "--state-dir",
-                state_dir,
-                *flags,
-            ]
-            up = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {"TERM": "dumb"}
-            )
+            up = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-                await _wait_ready(client, up, output)
-                yield client
+            _wait_ready(f"http://127.0.0.1:{port}", up, output)
+            yield f"http://127.0.0.1:{port}"
         finally:
             up.send_signal(signal.SIGINT)
             up.wait(timeout=60)
 
 
-async def _wait_ready(client: httpx.AsyncClient, up: subprocess.Popen[bytes], output: Path) -> None:
+def _wait_ready(url: str, up: subprocess.Popen[bytes], output: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if up.poll() is not None:
             raise RuntimeError(f"the mesh ended with {up.returncode}: {output.read_text()}")
         with contextlib.suppress(httpx.TransportError):
-            if (await client.get("/ready")).status_code == 200:
+            if httpx.get(url + "/ready").status_code == 200:
                 return
-        await asyncio.sleep(0.1)
+        time.sleep(0.1)
     raise RuntimeError(f"the mesh is not ready after {START_SECONDS} s: {output.read_text()}")
 
 
@@ -169,15 +156,19 @@ async def _stream(client: httpx.AsyncClient, prompt: list[int], max_tokens: int)
     async with client.stream("POST", "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"]:
-                times.append(time.perf_counter())
+            # A chunk carries the tokens of one step, so chunks are counted, not tokens.
+            times += [time.perf_counter()] * _has_text(line)
     return times
 
 
-async def measure_mesh(prompt_lengths: Sequence[int], vocab_size: int, *flags: str) -> Latency:
-    """The same prompts through HTTP, router, prefill and decode worker."""
+def _has_text(line: str) -> bool:
+    return line.startswith("data: {") and bool(json.loads(line[6:])["choices"])
+
+
+async def measure_mesh(url: str, prompt_lengths: Sequence[int], vocab_size: int) -> Latency:
+    """The same kind of prompts through HTTP, router, prefill and decode worker."""
     source = random.Random(2)
-    async with running_mesh(*flags) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         ttft: dict[int, float] = {}
         for length in prompt_lengths:
             waits: list[float] = []

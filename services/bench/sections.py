@@ -126,14 +126,15 @@ def _num_weights(model: Any) -> int:
 def mesh(say: Say) -> list[Figure]:
     """What HTTP, router, hand-over and bus add to the engine, with the same threads per worker."""
     from libs.model.load import find_model, load_model
-    from services.bench.mesh_overhead import NUM_STREAMS, measure_engine_alone, measure_mesh
+    from services.bench.mesh_overhead import NUM_STREAMS, measure_engine_alone, measure_mesh, running_mesh
 
     model = load_model(find_model(MODEL), dtype=torch.bfloat16)
     say("the engine alone, one thread")
     alone = asyncio.run(measure_engine_alone(model, MESH_PROMPT_TOKENS, num_threads=1))
     say("the mesh, one thread per worker")
     flags = ("--dtype", "bfloat16", "--threads", "1")
-    meshed = asyncio.run(measure_mesh(MESH_PROMPT_TOKENS, model.config.vocab_size, *flags))
+    with running_mesh(*flags) as url:
+        meshed = asyncio.run(measure_mesh(url, MESH_PROMPT_TOKENS, model.config.vocab_size))
     figures: list[Figure] = []
     for length in MESH_PROMPT_TOKENS:
         mesh_ms, alone_ms = meshed.ttft_seconds[length] * 1e3, alone.ttft_seconds[length] * 1e3

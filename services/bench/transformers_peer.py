@@ -1,6 +1,7 @@
 """The same weights in `transformers`: the reference for the engine's rates."""
 
 import time
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ CONTEXT_TOKENS = 128
 
 def load_peer(model: str, dtype: torch.dtype) -> Any:
     """AutoModelForCausalLM from the GGUF or directory that kvmesh itself loads."""
-    import transformers  # a development dependency, absent where kvmesh only serves
-
+    transformers: Any = import_module("transformers")  # a development dependency
     transformers.logging.set_verbosity_error()
     path = find_model(model)
     source, options = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from black_box import MODEL, Mesh, running_mesh
 
+from black_box import MODEL, Mesh, running_mesh
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 
@@ -54,7 +54,7 @@ class _Collector:
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[[list[str], int], list[str]]:
-    """Greedy texts of prompts from one engine of role `both` in this process, in float32, one chunk per prompt."""
+    """Greedy texts of prompts from one engine of role `both` in this process, in float32."""
     import torch
 
     from libs.engine.engine import Engine

@@ -4,6 +4,7 @@ import asyncio
 import random
 
 import pytest
+
 from black_box import MODEL, Mesh
 
 pytestmark = pytest.mark.system

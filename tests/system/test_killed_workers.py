@@ -1,9 +1,10 @@
-"""kill -9 under load: every stream ends in the right text or in one error event, and the mesh heals by itself."""
+"""kill -9 under load: each stream ends in the right text or one error event, and the mesh heals by itself."""
 
 import asyncio
 
 import openai
 import pytest
+
 from black_box import MODEL, Mesh
 
 pytestmark = pytest.mark.system

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from black_box import MODEL, Mesh, until
 
 pytestmark = pytest.mark.system

@@ -2,6 +2,7 @@
 
 import openai
 import pytest
+
 from black_box import MODEL, Mesh
 
 pytestmark = pytest.mark.system
