@@ -32,10 +32,16 @@ def refuse_unsupported(fields: msgspec.Struct, prefix: str = "") -> None:
         value: Any = getattr(fields, field.name)
         if field.type != Unsupported or value is msgspec.UNSET:
             continue
-        asked = msgspec.json.decode(value)
-        if asked not in (*_NOTHING_ASKED, *_HARMLESS.get(field.name, ())):
+        if _decoded(value) not in (*_NOTHING_ASKED, *_HARMLESS.get(field.name, ())):
             name = prefix + field.name
             raise BadRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
+
+
+def _decoded(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except RecursionError:
+        return raw
 
 
 def check_chat(request: ChatRequest) -> None:

@@ -12,10 +12,10 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 1024
 
-Ignored = msgspec.Raw | UnsetType
-"""Accepted and without effect: it does not change what the answer means."""
-Unsupported = msgspec.Raw | UnsetType
-"""Known, but not served: refused by name unless it is null, empty or says that nothing is asked for."""
+Ignored = Annotated[msgspec.Raw | UnsetType, Meta(description="accepted, without effect")]
+"""It does not change what the answer means."""
+Unsupported = Annotated[msgspec.Raw | UnsetType, Meta(description="refused unless it asks for nothing")]
+"""Known, but not served: refused by name unless it is null, empty or a default."""
 
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]

@@ -24,7 +24,15 @@ from services.gateway.operations_api import OperationsApi, Readiness
 from services.gateway.readmission import Limits
 from services.gateway.session import Failed
 from services.gateway.settings import GatewaySettings
-from services.gateway.view import Loads, instances, mesh_status, obstacles, shortest_context
+from services.gateway.view import (
+    Loads,
+    instances,
+    mesh_status,
+    model_filter,
+    obstacles,
+    serving,
+    shortest_context,
+)
 
 
 class GatewayService:
@@ -39,7 +47,7 @@ class GatewayService:
             settings.max_model_len,
             int(time.time()),
             worker_len=lambda: shortest_context(self._services()),
-            place_model=lambda: settings.model if self._services() != self._roster.all() else "",
+            place_model=lambda: model_filter(self._roster.all(), settings.model),
         )
         self._subscriptions: list[Subscription] = []
         self._server: HttpServer | None = None
@@ -101,9 +109,7 @@ class GatewayService:
     def _services(self) -> list[Presence]:
         """Everybody, but of workers only those of this gateway's model where some name it."""
         everybody = self._roster.all()
-        strangers = [p for p in everybody if p.model and p.model != self._settings.model]
-        is_named = any(p.model == self._settings.model and p.max_model_len for p in everybody)
-        return [p for p in everybody if not (is_named and p in strangers)]
+        return serving(everybody, model_filter(everybody, self._settings.model))
 
     def _on_frame(self, frame: TokenFrame) -> None:
         if self._live is not None:

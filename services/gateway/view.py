@@ -38,6 +38,19 @@ class Loads:
         return self._heard.get(incarnation)
 
 
+WORKERS = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
+
+
+def model_filter(services: Sequence[Presence], model: str) -> str:
+    """What to ask the router for: `model` where workers go by that name, else empty, which means any."""
+    return model if any(p.kind in WORKERS and p.model == model for p in services) else ""
+
+
+def serving(services: Sequence[Presence], model: str) -> list[Presence]:
+    """Services without the workers of other models; `model` empty: all."""
+    return [p for p in services if p.kind not in WORKERS or not model or p.model == model]
+
+
 def obstacles(services: Sequence[Presence]) -> list[str]:
     """Why no request can be served now; empty when one can."""
     decodes = _ready(services, ServiceKind.DECODE_WORKER)
@@ -57,13 +70,12 @@ def obstacles(services: Sequence[Presence]) -> list[str]:
 
 def shortest_context(services: Iterable[Presence]) -> int | None:
     """The least context length that a ready worker tells; None while none tells."""
-    lengths = [p.max_model_len for p in services if p.max_model_len and p.state is ServiceState.READY]
-    return min(lengths, default=None)
+    ready = [p for p in services if p.kind in WORKERS and p.state is ServiceState.READY]
+    return min((p.max_model_len for p in ready if p.max_model_len), default=None)
 
 
 def instances(services: Sequence[Presence]) -> list[dict[str, Any]]:
     """Workers with their states, for /health."""
-    workers = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
     return [
         {
             "name": p.name,
@@ -73,7 +85,7 @@ def instances(services: Sequence[Presence]) -> list[dict[str, Any]]:
             "reason": p.detail,
         }
         for p in services
-        if p.kind in workers
+        if p.kind in WORKERS
     ]
 
 

@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from libs.request.sampling import TokenLogprobs
 from services.gateway.sequence_text import Piece, SequenceText, ShownToken
 

@@ -1,0 +1,191 @@
+"""One sequence over its attempts: order, gaps, duplicates, one outcome."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.bus.messages.generation import TokenDelta
+from libs.request.generation import num_tokens, unpack_token_ids
+from libs.request.outcome import FailureReason, FinishReason
+from libs.request.sampling import SamplingParams
+from services.gateway.sequence_text import Piece, SequenceText
+from services.gateway.session import Failed, Finished, Interruption, Session, Times
+
+
+class Letters:
+    """A detokenizer whose tokens are letters."""
+
+    def push(self, token_ids: list[int]) -> str:
+        return "".join(chr(token_id) for token_id in token_ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+@dataclass
+class Heard:
+    text: str = ""
+    ends: list[FinishReason] = field(default_factory=list)
+
+    def deliver(self, _session: Session, piece: Piece, finish: FinishReason | None) -> None:
+        assert not self.ends, "nothing may come after the end"
+        self.text += piece.text
+        if finish is not None:
+            self.ends.append(finish)
+
+
+def new_session(heard: Heard, *, max_tokens: int = 100, stops: tuple[str, ...] = ()) -> Session:
+    return Session(
+        name="s",
+        choice=0,
+        prompt=[1, 2, 3],
+        sampling=SamplingParams(max_tokens=max_tokens),
+        text=SequenceText(Letters(), stops=stops),
+        deliver=heard.deliver,
+        deadline_unix_seconds=0,
+        times=Times(arrived=0),
+    )
+
+
+def begin(session: Session) -> str:
+    return session.begin_attempt(lambda: None).request_id
+
+
+def delta(request_id: str, index: int, text: str, finish: FinishReason | None = None) -> TokenDelta:
+    return TokenDelta(request_id, index, tuple(map(ord, text)), finish=finish)
+
+
+def test_tokens_are_delivered_in_order_and_the_end_once() -> None:
+    heard = Heard()
+    session = new_session(heard)
+    attempt = begin(session)
+    assert session.accept(delta(attempt, 0, "ab"), 1.0) == 2
+    assert session.accept(delta(attempt, 2, "c", FinishReason.LENGTH), 2.0) == 1
+    assert (heard.text, heard.ends, session.outcome) == (
+        "abc",
+        [FinishReason.LENGTH],
+        Finished(FinishReason.LENGTH),
+    )
+    assert session.accept(delta(attempt, 3, "d"), 3.0) == 0
+    assert (session.times.first_token, session.times.last_token) == (1.0, 2.0)
+
+
+def test_the_token_that_ends_the_text_is_counted_and_not_shown() -> None:
+    heard = Heard()
+    session = new_session(heard)
+    session.accept(delta(begin(session), 0, "ab$", FinishReason.STOP), 1.0)
+    assert (heard.text, len(session.output)) == ("ab", 3)
+
+
+def test_a_gap_interrupts_and_delivers_nothing() -> None:
+    heard, over = Heard(), [0]
+    session = new_session(heard)
+    attempt = session.begin_attempt(lambda: over.append(1))
+    session.accept(delta(attempt.request_id, 0, "a"), 1.0)
+    session.accept(delta(attempt.request_id, 2, "c"), 2.0)
+    assert heard.text == "a"
+    assert session.outcome is None
+    assert attempt.interruption is not None
+    assert attempt.interruption.reason is FailureReason.PEER_LOST
+    assert over == [0, 1]
+
+
+def test_tokens_that_came_already_are_skipped() -> None:
+    heard = Heard()
+    session = new_session(heard)
+    attempt = begin(session)
+    session.accept(delta(attempt, 0, "abc"), 1.0)
+    assert session.accept(delta(attempt, 1, "bcd"), 2.0) == 1
+    assert heard.text == "abcd"
+
+
+def test_a_second_attempt_goes_on_from_the_tokens_so_far_under_a_new_id() -> None:
+    heard = Heard()
+    session = new_session(heard)
+    first = begin(session)
+    session.accept(delta(first, 0, "ab"), 1.0)
+    session.interrupt(Interruption(FailureReason.PEER_LOST, "gone", lost="w"))
+    second = session.begin_attempt(lambda: None)
+    generation = session.generation(second, "gateway-1")
+    assert second.request_id != first
+    assert unpack_token_ids(generation.token_ids) == [1, 2, 3, ord("a"), ord("b")]
+    assert (num_tokens(generation), generation.num_prompt_tokens) == (5, 3)
+    session.accept(delta(second.request_id, 2, "c", FinishReason.STOP), 2.0)
+    assert heard.ends == [FinishReason.STOP]
+
+
+def test_a_stop_string_ends_the_session_and_drops_the_rest_of_its_delta() -> None:
+    heard = Heard()
+    session = new_session(heard, stops=("cd",))
+    attempt = session.begin_attempt(lambda: None)
+    session.accept(delta(attempt.request_id, 0, "abcdef"), 1.0)
+    assert (heard.text, len(session.output), heard.ends) == ("ab", 4, [FinishReason.STOP])
+    assert not attempt.is_ended_by_worker, "its worker must be told"
+
+
+def test_held_back_text_comes_out_with_the_end() -> None:
+    heard = Heard()
+    session = new_session(heard, stops=("cd",))
+    session.accept(delta(begin(session), 0, "abc", FinishReason.LENGTH), 1.0)
+    assert (heard.text, heard.ends) == ("abc", [FinishReason.LENGTH])
+
+
+def test_a_stop_that_is_only_decided_at_the_end_finishes_with_stop() -> None:
+    heard = Heard()
+    session = new_session(heard, stops=("b", "abcd"))
+    session.accept(delta(begin(session), 0, "abc", FinishReason.LENGTH), 1.0)
+    assert (heard.text, heard.ends) == ("a", [FinishReason.STOP])
+
+
+def test_max_tokens_ends_it_even_when_the_worker_forgets_to_say_so() -> None:
+    heard = Heard()
+    session = new_session(heard, max_tokens=2)
+    session.accept(delta(begin(session), 0, "ab"), 1.0)
+    assert heard.ends == [FinishReason.LENGTH]
+
+
+def test_a_failure_suspects_the_prefill_worker_until_the_first_token() -> None:
+    session = new_session(Heard())
+    attempt = session.begin_attempt(lambda: None)
+    attempt.prefill = "p"
+    session.accept(TokenDelta(attempt.request_id, 0, (), failure=FailureReason.LEASE_EXPIRED), 1.0)
+    assert attempt.interruption == Interruption(FailureReason.LEASE_EXPIRED, "", suspect="p")
+
+
+@pytest.mark.parametrize("first", [Finished(FinishReason.STOP), Failed(FailureReason.DEADLINE)])
+def test_only_the_first_outcome_counts(first: Finished | Failed) -> None:
+    session = new_session(Heard())
+    assert session.end(first)
+    assert not session.end(Failed(FailureReason.ABORTED))
+    assert session.outcome == first
+
+
+def test_prefill_is_needed_until_the_first_token_and_decode_always() -> None:
+    session = new_session(Heard())
+    attempt = session.begin_attempt(lambda: None)
+    attempt.prefill, attempt.decode = "p", "d"
+    assert attempt.depends_on("p")
+    session.accept(delta(attempt.request_id, 0, "a"), 1.0)
+    assert (attempt.depends_on("p"), attempt.depends_on("d")) == (False, True)
+
+
+@given(
+    text=st.text(alphabet="abc", min_size=1, max_size=30),
+    cuts=st.lists(st.tuples(st.integers(0, 29), st.integers(0, 29)), max_size=12),
+)
+def test_whatever_deltas_repeat_or_miss_the_text_is_a_prefix_of_the_true_one(
+    text: str, cuts: list[tuple[int, int]]
+) -> None:
+    heard = Heard()
+    session = new_session(heard)
+    attempt = session.begin_attempt(lambda: None)
+    for start, length in cuts:
+        had_before = len(heard.text)
+        session.accept(delta(attempt.request_id, start, text[start : start + length]), 1.0)
+        if attempt.is_over:
+            assert start > had_before
+            attempt = session.begin_attempt(lambda: None)
+    assert text.startswith(heard.text)
+    assert [chr(token) for token in session.output] == list(heard.text)
