@@ -1,0 +1,276 @@
+"""The engine as services see it: asyncio outside, one thread that owns torch inside.
+
+Life: `start`, then `reserve` → `write_blocks`* → `begin` or `adopt` per sequence, then `close`. `close` may
+also follow a failed `start`. Every sequence that was reserved ends in exactly one of: a TokenOutput with
+`finish`, `on_prompt_done`, `on_failed`, or the caller's own `abort`.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from kernels.paged_attention.contract import PagedAttention
+from libs.bus.messages.presence import WorkerLoad
+from libs.engine.engine_core import EngineCore
+from libs.engine.engine_thread import Command, EngineThread, Post
+from libs.engine.errors import EngineClosed, EngineDied, TooManyCommands
+from libs.engine.outputs import EngineListener, LayerOutput, Reservation, SequenceFailed, TokenOutput
+from libs.engine.placement import Placement
+from libs.engine.settings import EngineSettings
+from libs.model.model import Model
+from libs.request.generation import Generation
+
+__all__ = [
+    "Engine",
+    "EngineListener",
+    "EngineSettings",
+    "LayerOutput",
+    "Reservation",
+    "SequenceFailed",
+    "TokenOutput",
+]
+
+_MAX_COMMANDS = 16384
+"""Commands whose callers wait at once; a step takes them all."""
+
+
+class Engine:
+    """One instance of a model. Methods are called on the event loop that `start` ran on."""
+
+    def __init__(
+        self,
+        model: Model,
+        settings: EngineSettings,
+        listener: EngineListener,
+        *,
+        placement: Placement | None = None,
+        attention: PagedAttention | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._listener = listener
+        self._settings = settings
+        self._open: Callable[..., EngineCore] = lambda on_layers, between_layers: EngineCore(
+            model,
+            settings,
+            placement=placement,
+            attention=attention,
+            clock=clock,
+            on_layers=on_layers,
+            between_layers=between_layers,
+        )
+        self._thread: EngineThread | None = None
+        self._opened: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[None] | None = None
+        self._death: Exception | None = None
+        self._aborting: Counter[str] = Counter()
+        self._is_closing = False
+
+    async def start(self) -> None:
+        """Allocates the pool and starts the thread. Raises what opening the pool raises."""
+        if self._thread is not None:
+            raise EngineClosed("an engine starts once; make a new one")
+        loop = asyncio.get_running_loop()
+        self._opened, self._ended = loop.create_future(), loop.create_future()
+        self._thread = EngineThread(self._open, self._hear, loop=loop, num_threads=self._settings.num_threads)
+        self._thread.start()
+        await asyncio.shield(self._opened)
+
+    async def close(self) -> None:
+        """Ends after the running step. What is left fails with ABORTED; the thread is joined. Idempotent."""
+        self._is_closing = True
+        if self._thread is None or self._ended is None:
+            return
+        if not self._ended.done():
+            self._thread.stop()
+            await asyncio.shield(self._ended)
+        self._thread.join()
+
+    async def watch(self) -> None:
+        """Returns when the engine was closed; raises EngineDied when its thread ended by an error."""
+        if self._ended is None:
+            raise EngineClosed("the engine was not started")
+        await asyncio.shield(self._ended)
+        if self._death is not None:
+            raise EngineDied(f"the engine's thread ended: {self._death}") from self._death
+
+    async def reserve(
+        self, generation: Generation, *, sequence_id: str | None = None, whole_prompt: bool
+    ) -> Reservation | None:
+        """Holds blocks, or None when there is no room now; ask again later.
+
+        With `whole_prompt` for all its tokens and one more, as KV from outside needs; else for what is
+        found by name and one step's worth, the rest being taken as the prompt runs. `sequence_id` is the
+        request's if None.
+
+        Raises: PromptTooLong where it can never fit; InvalidSequence, DuplicateSequence.
+        """
+        name = generation.request_id if sequence_id is None else sequence_id
+        try:
+            held: Reservation | None = await self._ask(
+                lambda core: core.reserve(generation, name, whole_prompt=whole_prompt)
+            )
+        except asyncio.CancelledError:
+            self.abort(name)  # nobody will know of the reservation
+            raise
+        return held
+
+    async def write_blocks(
+        self, sequence_id: str, layer: int, first_block: int, blocks: torch.Tensor
+    ) -> bool:
+        """KV `[n, num_kv_heads, 2, block_size, head_dim]` of one layer into reserved blocks.
+
+        False where the sequence does not await KV: unknown, over, or begun. Leave `blocks` unchanged until
+        this returns; it is taken between two layers, also while a step runs. Raises BadBlocks.
+        """
+        written: bool = await self._ask(
+            lambda core: core.write_blocks(sequence_id, layer, first_block, blocks), between_layers=True
+        )
+        return written
+
+    async def read_blocks(self, names: Sequence[bytes]) -> torch.Tensor:
+        """A copy of the longest prefix of `names` that is here, also of sequences that are over.
+
+        Shape `[n, num_layers, num_kv_heads, 2, block_size, head_dim]`, n <= len(names).
+        """
+        blocks: torch.Tensor = await self._ask(lambda core: core.read_blocks(names))
+        return blocks
+
+    async def begin(
+        self, sequence_id: str, *, num_computed_tokens: int, hand_over: bool = False, first_block: int = 0
+    ) -> None:
+        """The KV of `num_computed_tokens` is present; the engine computes the rest and goes on.
+
+        With `hand_over` it ends after its first token, and KV from block `first_block` on, found or computed,
+        goes to `on_layer`. Raises UnknownSequence, WrongState, BadBlocks.
+        """
+        await self._ask(
+            lambda core: core.begin(
+                sequence_id,
+                num_computed_tokens=num_computed_tokens,
+                hand_over=hand_over,
+                first_block=first_block,
+            )
+        )
+
+    async def adopt(self, sequence_id: str, first: TokenOutput) -> None:
+        """All KV of its tokens is written and the next token known: decodes from the next step on.
+
+        `first` itself is the caller's to deliver; where it is final, this only frees. Needs `whole_prompt`.
+        Raises UnknownSequence, WrongState, InvalidSequence.
+        """
+        await self._ask(lambda core: core.adopt(sequence_id, first))
+
+    def abort(self, sequence_id: str) -> None:
+        """Frees everything it holds, from any state; nothing of it is delivered after this. Idempotent."""
+        if self._thread is not None and not self._is_over:
+            self._aborting[sequence_id] += 1
+            self._thread.mailbox.put(Command(lambda core: core.abort(sequence_id), is_abort_of=sequence_id))
+
+    def release_layer(self, output: LayerOutput) -> None:
+        """The output was sent, or is not wanted: room for more. Idempotent."""
+        if self._thread is not None and not self._is_over:
+            self._thread.mailbox.put(Command(lambda core: core.budget.release(output)))
+
+    def set_layer_budget(self, hand_over_bytes: int) -> None:
+        """KV handed out and not yet released, at most; at least one block may always leave."""
+        if hand_over_bytes < 1:
+            raise ValueError(f"hand_over_bytes is {hand_over_bytes}; it must be at least 1")
+        if self._thread is not None and not self._is_over:
+            self._thread.mailbox.put(Command(lambda core: core.budget.set_limit(hand_over_bytes)))
+
+    def load(self) -> WorkerLoad:
+        """What the engine holds and does, as of its last step; `recent_request_ids` is empty."""
+        if self._thread is None:
+            return WorkerLoad()
+        busy_share, tokens_per_second = self._thread.meter.rates()
+        return msgspec.structs.replace(
+            self._thread.load, busy_share=busy_share, tokens_per_second=tokens_per_second
+        )
+
+    @property
+    def num_total_blocks(self) -> int:
+        """Blocks of the pool; 0 before `start`."""
+        return self._thread.load.num_blocks if self._thread is not None else 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, as of the last step; blocks only kept by name are free."""
+        if self._thread is None:
+            return 0
+        return self._thread.load.num_blocks - self._thread.load.num_used_blocks
+
+    @property
+    def _is_over(self) -> bool:
+        return self._ended is not None and self._ended.done()
+
+    async def _ask(self, act: Callable[[EngineCore], Any], *, between_layers: bool = False) -> Any:
+        if self._death is not None:
+            raise EngineDied(f"the engine's thread ended: {self._death}")
+        if self._thread is None or self._is_closing or self._is_over:
+            raise EngineClosed("the engine is not open: start it, and ask before it is closed")
+        if len(self._thread.mailbox) >= _MAX_COMMANDS:
+            raise TooManyCommands(f"{_MAX_COMMANDS} commands wait already; await their answers first")
+        answer = asyncio.get_running_loop().create_future()
+        self._thread.mailbox.put(Command(act, answer, between_layers))
+        return await answer
+
+    def _hear(self, post: Post) -> None:
+        """One call of the thread. What the listener raises stops neither the books nor other calls."""
+        if self._thread is not None:
+            self._thread.posted()
+        calls = self._listener_calls(post)
+        for sequence_id in post.aborted:
+            self._aborting[sequence_id] -= 1
+            if not self._aborting[sequence_id]:
+                del self._aborting[sequence_id]
+        for answer, result, error in post.answers:
+            if answer.done():
+                continue
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+        for call in calls:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - goes where a loop callback's errors go
+                loop = asyncio.get_running_loop()
+                loop.call_exception_handler({"message": "engine listener failed", "exception": error})
+        self._note_life(post)
+
+    def _listener_calls(self, post: Post) -> list[Callable[[], None]]:
+        """In order: KV first, then tokens, ends last. Nothing of what is being aborted."""
+        listener, calls = self._listener, list[Callable[[], None]]()
+        for layer in post.layers:
+            if layer.sequence_id in self._aborting:
+                self.release_layer(layer)
+            else:
+                calls.append(partial(listener.on_layer, layer))
+        if post.tokens:
+            tokens: Sequence[TokenOutput] = post.tokens
+            if self._aborting:
+                tokens = [token for token in tokens if token.sequence_id not in self._aborting]
+            if tokens:
+                calls.append(partial(listener.on_tokens, tokens))
+        wanted = (token for token in post.prompts_done if token.sequence_id not in self._aborting)
+        calls += [partial(listener.on_prompt_done, token) for token in wanted]
+        failed = (failure for failure in post.failed if failure.sequence_id not in self._aborting)
+        calls += [partial(listener.on_failed, failure) for failure in failed]
+        return calls
+
+    def _note_life(self, post: Post) -> None:
+        if self._opened is None or self._ended is None:
+            return
+        if post.has_opened and not self._opened.done():
+            self._opened.set_result(None)
+        if post.has_ended:
+            self._death = post.death
+            if post.death is not None and not self._opened.done():
+                self._opened.set_exception(post.death)
+            self._ended.set_result(None)

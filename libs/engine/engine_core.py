@@ -1,0 +1,277 @@
+"""The engine without its thread: commands change sequences, `step` runs what the scheduler chose.
+
+Synchronous, and owned by whoever calls it; the clock is given, so that deadlines can be tested.
+"""
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Rowwise
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+
+from kernels.paged_attention.choose import choose_paged_attention
+from kernels.paged_attention.contract import PagedAttention
+from libs.engine.errors import BadBlocks
+from libs.engine.hand_over import HandOverBudget
+from libs.engine.ledger import Ledger
+from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, TokenOutput
+from libs.engine.placement import Placement, all_home, check_placement
+from libs.engine.pool import BlockLayout, Pool
+from libs.engine.ragged import Span, ragged_batch
+from libs.engine.runner import HandOver, Runner
+from libs.engine.sampler import NOT_FINITE, Sampled, sample
+from libs.engine.scheduler import Chunk, Limits, Schedule, schedule
+from libs.engine.sequence import Sequence, SequenceState
+from libs.engine.settings import EngineSettings, pool_blocks
+from libs.model.model import Model
+from libs.request.generation import Generation
+from libs.request.outcome import FailureReason
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass
+class StepOutput:
+    """What one step gave. `num_tokens` went through the model; `is_idle`: nothing to do until a command."""
+
+    tokens: list[TokenOutput] = field(default_factory=list)
+    prompts_done: list[TokenOutput] = field(default_factory=list)
+    failed: list[SequenceFailed] = field(default_factory=list)
+    num_tokens: int = 0
+    is_idle: bool = False
+
+
+def _ignore_layers(outputs: list[LayerOutput]) -> None:
+    """Where nobody wants KV."""
+
+
+def _ignore_pause() -> None:
+    """Where nothing waits for the gap between two layers."""
+
+
+class EngineCore:
+    """Model, pool and sequences of one worker.
+
+    `on_layers` hears KV to hand over while a step runs; `between_layers` is called after each layer, and may
+    call `write_blocks` and nothing else.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        settings: EngineSettings,
+        *,
+        placement: Placement | None = None,
+        attention: PagedAttention | None = None,
+        clock: Callable[[], float] = time.time,
+        on_layers: Callable[[list[LayerOutput]], None] = _ignore_layers,
+        between_layers: Callable[[], None] = _ignore_pause,
+    ) -> None:
+        config = model.config
+        placement = placement or all_home("home", config.num_layers, config.num_kv_heads)
+        check_placement(placement, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
+        layout = BlockLayout(
+            placement.resident_slots(placement.home), settings.block_size, config.head_dim, model.dtype
+        )
+        self.model = model
+        self.settings = settings
+        self.placement = placement
+        self.pool = Pool(layout, pool_blocks(settings, layout.block_bytes), model.device)
+        self.ledger = Ledger(
+            settings,
+            self.pool.num_blocks,
+            fingerprint=model.fingerprint,
+            vocab_size=config.vocab_size,
+            eos_ids=config.eos_token_ids,
+        )
+        self.budget = HandOverBudget(settings.hand_over_bytes, layout.block_bytes)
+        self._clock = clock
+        self._on_layers = on_layers
+        self._runner = Runner(
+            model,
+            self.pool,
+            placement,
+            attention or choose_paged_attention(model.device, model.dtype),
+            on_layers=self._layers_done,
+            between_layers=between_layers,
+        )
+
+    def reserve(self, generation: Generation, sequence_id: str, *, whole_prompt: bool) -> Reservation | None:
+        """See `Engine.reserve`."""
+        return self.ledger.reserve(generation, sequence_id, whole_prompt=whole_prompt)
+
+    def write_blocks(self, sequence_id: str, layer: int, first_block: int, blocks: torch.Tensor) -> bool:
+        """KV of one layer into reserved blocks; False where the sequence does not await KV (any more).
+
+        Blocks found by name are skipped: others read them. Raises BadBlocks for a wrong shape or place.
+        """
+        sequence = self.ledger.sequences.get(sequence_id)
+        if sequence is None or sequence.is_begun:
+            return False
+        if not 0 <= layer < self.model.config.num_layers:
+            raise BadBlocks(f"layer {layer} of {self.model.config.num_layers} does not exist")
+        kv, end = self.pool.layer(layer), first_block + len(blocks)
+        if blocks.shape[1:] != kv.shape[1:] or blocks.dtype != kv.dtype:
+            raise BadBlocks(
+                f"blocks of shape {tuple(blocks.shape)} and {blocks.dtype}; this pool's are "
+                f"{(len(blocks), *kv.shape[1:])} and {kv.dtype}"
+            )
+        if first_block < 0 or end > sequence.num_blocks:
+            raise BadBlocks(
+                f"blocks {first_block} to {end} of {sequence_id!r}, which holds {sequence.num_blocks} blocks"
+            )
+        if sequence.state is SequenceState.RESERVED:
+            sequence.go(SequenceState.LOADING)
+        start = max(first_block, sequence.num_found_blocks)
+        if start < end:
+            ids = torch.tensor(sequence.blocks[start:end], dtype=torch.int64, device=kv.device)
+            with torch.inference_mode():
+                kv[ids] = blocks[start - first_block :].to(kv.device)
+        return True
+
+    def read_blocks(self, names: Rowwise[bytes]) -> torch.Tensor:
+        """A copy of the longest prefix of `names` that is here.
+
+        Shape `[n, num_layers, num_kv_heads, 2, block_size, head_dim]`, n <= len(names).
+        """
+        config = self.model.config
+        ids = torch.tensor(self.ledger.allocator.find(names), dtype=torch.int64, device=self.model.device)
+        with torch.inference_mode():
+            blocks = self.pool.blocks.index_select(0, ids)
+        return blocks.view(len(ids), config.num_layers, config.num_kv_heads, *blocks.shape[2:])
+
+    def begin(
+        self, sequence_id: str, *, num_computed_tokens: int, hand_over: bool = False, first_block: int = 0
+    ) -> None:
+        """See `Engine.begin`."""
+        self.ledger.begin(
+            sequence_id, num_computed_tokens=num_computed_tokens, hand_over=hand_over, first_block=first_block
+        )
+
+    def adopt(self, sequence_id: str, first: TokenOutput) -> SequenceFailed | None:
+        """See `Engine.adopt`. A failure where this engine's limits end it and `first` did not say so."""
+        if self.ledger.adopt(sequence_id, first) or first.finish is not None:
+            return None
+        detail = f"the sequence is over for this engine, whose limit is {self.ledger.max_len} tokens"
+        return SequenceFailed(sequence_id, FailureReason.INTERNAL, detail)
+
+    def abort(self, sequence_id: str) -> None:
+        """Frees everything the sequence holds, from any state. Unknown ids are ignored."""
+        sequence = self.ledger.sequences.get(sequence_id)
+        if sequence is not None:
+            self.ledger.end(sequence)
+
+    def fail_all(self, reason: FailureReason, detail: str) -> list[SequenceFailed]:
+        """Ends every sequence, whatever it is doing."""
+        return [self._fail(sequence, reason, detail) for sequence in list(self.ledger.sequences.values())]
+
+    def next_deadline(self) -> float | None:
+        """Unix seconds of the earliest deadline of all sequences."""
+        sequences = self.ledger.sequences.values()
+        return min((sequence.generation.deadline_unix_seconds for sequence in sequences), default=None)
+
+    def seconds_to_deadline(self) -> float | None:
+        """Until the earliest deadline, from 0 to an hour; None without sequences."""
+        deadline = self.next_deadline()
+        return None if deadline is None else min(max(0.0, deadline - self._clock()), 3600.0)
+
+    def expire(self) -> list[SequenceFailed]:
+        """Ends every sequence whose deadline has passed."""
+        deadline, now = self.next_deadline(), self._clock()
+        if deadline is None or deadline > now:
+            return []
+        late = [one for one in self.ledger.sequences.values() if one.generation.deadline_unix_seconds <= now]
+        return [self._fail(one, FailureReason.DEADLINE, "its deadline passed in the engine") for one in late]
+
+    def step(self) -> StepOutput:
+        """One step. An error inside fails the sequences of this step, and no other."""
+        ledger = self.ledger
+        output = StepOutput(failed=self.expire())
+        plan = schedule(ledger.by_age, self._limits(), ledger.num_freed)
+        spans = ledger.apply(plan, self._clock())
+        if plan.is_empty:
+            # A preemption may have freed more than the scheduler could foresee: look again.
+            output.is_idle = not plan.preempted
+            return output
+        try:
+            with torch.inference_mode():
+                self._run(plan, spans, output)
+        except Exception as error:  # noqa: BLE001 - whatever breaks a step, its sequences are told of it
+            _log.exception("engine_step_failed", num_sequences=len(plan.decodes) + len(plan.chunks))
+            output.failed += self._fail_step(plan, f"{type(error).__name__}: {error}")
+        return output
+
+    def _limits(self) -> Limits:
+        return Limits(
+            block_size=self.settings.block_size,
+            max_num_seqs=self.settings.num_step_seqs,
+            max_num_batched_tokens=self.settings.max_num_batched_tokens,
+            num_free_blocks=self.ledger.allocator.num_free,
+            num_hand_over_blocks=self.budget.num_blocks,
+        )
+
+    def _run(self, plan: Schedule[Sequence], spans: list[Span], output: StepOutput) -> None:
+        ledger, full = self.ledger, [span for span in spans if span.end > span.first]
+        hand_overs = [_leaving(chunk) for chunk in plan.chunks if chunk.num_handed_blocks]
+        chosen = [*plan.decodes, *(span.sequence for span in full if span.wants_token)]
+        if plan.decodes or full:
+            batch = ragged_batch(ledger.rows, plan.decodes, full, self.settings.block_size)
+            logits = self._runner.run(batch, hand_overs)
+            output.num_tokens = len(batch.token_ids)
+            sampled = None if logits is None else sample(logits, ledger.rows, batch.rows, chosen)
+        else:
+            self._runner.copy_out(hand_overs)
+            sampled = None
+        for sequence in plan.decodes:
+            ledger.computed(sequence, sequence.num_tokens)
+        for chunk, span in zip(plan.chunks, spans, strict=True):
+            chunk.sequence.num_handed_blocks += chunk.num_handed_blocks
+            ledger.computed(span.sequence, span.end)
+        if sampled is not None:
+            ledger.rows.append(batch.rows, sampled.token_ids)
+            self._take_tokens(chosen, sampled, output)
+
+    def _take_tokens(self, chosen: list[Sequence], sampled: Sampled, output: StepOutput) -> None:
+        for index, (sequence, token_id) in enumerate(zip(chosen, sampled.token_ids.tolist(), strict=True)):
+            if token_id == NOT_FINITE:
+                output.failed.append(
+                    self._fail(sequence, FailureReason.INTERNAL, "the model's logits are NaN")
+                )
+                continue
+            finish = sequence.append(token_id)
+            token = TokenOutput(
+                sequence.id,
+                sequence.num_output_tokens - 1,
+                token_id,
+                sampled.logprobs.get(index),
+                finish,
+                sequence.num_cached_tokens if sequence.is_first_token else 0,
+                sequence.prefill_started_unix_seconds if sequence.is_first_token else 0.0,
+            )
+            sequence.is_first_token = False
+            (output.prompts_done if sequence.hand_over else output.tokens).append(token)
+            if finish is not None or sequence.hand_over:
+                self.ledger.end(sequence)
+
+    def _layers_done(self, outputs: list[LayerOutput]) -> None:
+        for one in outputs:
+            self.budget.take(one)
+        self._on_layers(outputs)
+
+    def _fail(self, sequence: Sequence, reason: FailureReason, detail: str) -> SequenceFailed:
+        self.ledger.end(sequence)
+        return SequenceFailed(sequence.id, reason, detail)
+
+    def _fail_step(self, plan: Schedule[Sequence], detail: str) -> list[SequenceFailed]:
+        """All that was part of the step and did not end in it."""
+        concerned = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
+        live = [sequence for sequence in concerned if sequence.state is not SequenceState.FINISHED]
+        return [self._fail(sequence, FailureReason.INTERNAL, detail) for sequence in live]
+
+
+def _leaving(chunk: Chunk[Sequence]) -> HandOver:
+    first = chunk.sequence.num_handed_blocks
+    blocks = chunk.sequence.blocks[first : first + chunk.num_handed_blocks]
+    return HandOver(chunk.sequence.id, first, blocks)

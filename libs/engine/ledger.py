@@ -1,0 +1,266 @@
+"""Who holds which blocks: every sequence of the engine, from its reservation to its end. No tensors here.
+
+A sequence can never outgrow the pool: its length is bounded by what the whole pool holds, and it ends there
+with LENGTH.
+"""
+
+import math
+from bisect import insort
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libs.bus.messages.presence import WorkerLoad
+from libs.engine.allocator import BlockAllocator
+from libs.engine.errors import (
+    BadBlocks,
+    DuplicateSequence,
+    InvalidSequence,
+    PromptTooLong,
+    UnknownSequence,
+    WrongState,
+)
+from libs.engine.outputs import Reservation, TokenOutput
+from libs.engine.ragged import Span
+from libs.engine.rows import Rows
+from libs.engine.scheduler import Chunk, Schedule, blocks_for
+from libs.engine.sequence import Sequence, SequenceState
+from libs.engine.settings import EngineSettings
+from libs.request.generation import Generation
+
+_SEQUENCES_PER_SEAT = 4
+"""Sequences held at once per sequence of a step: begun ones that wait cost memory, and gain nothing."""
+
+
+class Ledger:
+    """All sequences and all blocks. Its owner calls the operations; each leaves the books balanced."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        num_blocks: int,
+        *,
+        fingerprint: str,
+        vocab_size: int,
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        self.settings = settings
+        self.block_size = settings.block_size
+        self.max_len = min(settings.max_model_len, num_blocks * settings.block_size)
+        self.allocator = BlockAllocator(num_blocks)
+        self.rows = Rows(blocks_for(self.max_len, settings.block_size))
+        self.sequences: dict[str, Sequence] = {}
+        self.by_age: list[Sequence] = []
+        """Those that were begun, oldest first."""
+        self.is_short_of_blocks = False
+        self._fingerprint = fingerprint
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._num_arrived = 0
+
+    def get(self, sequence_id: str) -> Sequence:
+        """Raises UnknownSequence."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequence(sequence_id)
+        return sequence
+
+    def reserve(self, generation: Generation, sequence_id: str, *, whole_prompt: bool) -> Reservation | None:
+        """Holds blocks, or None when there is no room now.
+
+        Room is kept for begun sequences to grow by a block each, and none is given while one of them goes
+        short.
+        """
+        num_tokens = self._check(generation, sequence_id)
+        if len(self.sequences) >= _SEQUENCES_PER_SEAT * self.settings.max_num_seqs:
+            return None
+        if self.is_short_of_blocks and self.by_age:
+            return None
+        sequence = Sequence(
+            sequence_id, generation, arrival=self._num_arrived, max_len=self.max_len, eos_ids=self._eos_ids
+        )
+        hits = self._find(sequence, 0, (num_tokens - 1) // self.block_size)
+        held = num_tokens + 1 if whole_prompt else min(num_tokens + 1, self.settings.max_num_batched_tokens)
+        num_new = max(blocks_for(held, self.block_size) - len(hits), 1)
+        if num_new + self.allocator.num_cached(hits) + len(self.by_age) > self.allocator.num_free:
+            return None
+        self.allocator.acquire(hits)
+        sequence.blocks = hits + self.allocator.allocate(num_new)
+        sequence.num_found_blocks = sequence.num_named_blocks = len(hits)
+        self._num_arrived += 1
+        self.sequences[sequence_id] = sequence
+        return Reservation(sequence_id, sequence.num_blocks, len(hits))
+
+    def begin(self, sequence_id: str, *, num_computed_tokens: int, hand_over: bool, first_block: int) -> None:
+        """The scheduler may take it; KV of `num_computed_tokens` is there."""
+        sequence = self.get(sequence_id)
+        if not 0 <= num_computed_tokens <= min(sequence.num_tokens, sequence.num_blocks * self.block_size):
+            raise BadBlocks(
+                f"KV of {num_computed_tokens} tokens cannot be there: sequence {sequence_id!r} has "
+                f"{sequence.num_tokens} tokens and {sequence.num_blocks} blocks"
+            )
+        found = max(num_computed_tokens, sequence.num_found_blocks * self.block_size)
+        self._enter(sequence, min(found, sequence.num_tokens - 1))
+        sequence.num_cached_tokens = sequence.num_computed
+        sequence.hand_over = hand_over
+        sequence.num_handed_blocks = first_block
+
+    def adopt(self, sequence_id: str, first: TokenOutput) -> bool:
+        """Joins with all its KV and its first token. False where it is over with that token.
+
+        Raises WrongState where not all KV can be there, or the token is not the next one.
+        """
+        sequence = self.get(sequence_id)
+        has_blocks = sequence.num_tokens <= sequence.num_blocks * self.block_size
+        if not has_blocks or first.index != sequence.num_output_tokens:
+            raise WrongState(
+                f"output token {first.index} does not fit sequence {sequence_id!r}: it has "
+                f"{sequence.num_tokens} tokens, {sequence.num_output_tokens} of them output, and "
+                f"{sequence.num_blocks} blocks"
+            )
+        self._check_ids(np.array([first.token_id]))
+        self._enter(sequence, sequence.num_tokens)
+        sequence.is_first_token = False
+        finish = sequence.append(first.token_id)
+        self.rows.set_tokens(sequence)
+        if first.finish is not None or finish is not None:
+            self.end(sequence)
+            return False
+        return True
+
+    def end(self, sequence: Sequence) -> None:
+        """From any state; everything it held is free, named blocks can still be found."""
+        if sequence.is_begun:
+            self.by_age.remove(sequence)
+        sequence.go(SequenceState.FINISHED)
+        self.rows.give_back(sequence)
+        self.allocator.release(sequence.blocks)
+        sequence.blocks = []
+        self.sequences.pop(sequence.id, None)
+
+    def apply(self, plan: Schedule[Sequence], now: float) -> list[Span]:
+        """Moves blocks as the schedule says; returns what is to be computed of each chunk."""
+        self.is_short_of_blocks = plan.is_short_of_blocks
+        for victim in plan.preempted:
+            self._preempt(victim)
+        for sequence in plan.grown:
+            self._grow(sequence, 1)
+        for sequence in plan.decodes:
+            if sequence.state is not SequenceState.RUNNING:
+                self._start(sequence, now)
+        return [self._span(chunk, now) for chunk in plan.chunks]
+
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """KV of the first `num_tokens` is in the pool; blocks that got full can now be found."""
+        sequence.num_computed = num_tokens
+        num_full = num_tokens // self.block_size
+        if num_full > sequence.num_named_blocks and self.settings.prefix_cache:
+            names = sequence.name_blocks(num_full, self._fingerprint, self.block_size)
+            for index in range(sequence.num_named_blocks, num_full):
+                self.allocator.name(sequence.blocks[index], names[index])
+            sequence.num_named_blocks = num_full
+
+    def num_freed(self, sequence: Sequence) -> int:
+        """Blocks that preempting it would free."""
+        return self.allocator.num_exclusive(sequence.blocks)
+
+    def load(self) -> WorkerLoad:
+        """Counts only; the rates are the meter's."""
+        running = SequenceState.RUNNING
+        num_running = sum(1 for sequence in self.by_age if sequence.state is running)
+        missing = (sequence.num_tokens - sequence.num_computed for sequence in self.by_age)
+        return WorkerLoad(
+            num_running=num_running,
+            num_waiting=len(self.by_age) - num_running,
+            num_reserved=len(self.sequences) - len(self.by_age),
+            num_waiting_tokens=sum(count for count in missing if count > 1),
+            num_blocks=self.allocator.num_blocks,
+            num_used_blocks=self.allocator.num_used,
+            block_size=self.block_size,
+        )
+
+    def _check(self, generation: Generation, sequence_id: str) -> int:
+        """Raises what makes this generation impossible; else its number of tokens."""
+        if sequence_id in self.sequences:
+            raise DuplicateSequence(f"sequence {sequence_id!r} is here already; an attempt needs its own id")
+        if math.isnan(generation.deadline_unix_seconds):
+            raise InvalidSequence(f"the deadline of sequence {sequence_id!r} is NaN; give unix seconds")
+        token_ids = np.frombuffer(generation.token_ids, dtype="<i4")
+        if not 0 < generation.num_prompt_tokens <= len(token_ids):
+            raise InvalidSequence(
+                f"a prompt needs at least one token: sequence {sequence_id!r} has {len(token_ids)} tokens, "
+                f"{generation.num_prompt_tokens} of them prompt"
+            )
+        self._check_ids(token_ids)
+        if len(token_ids) + 1 > self.max_len:
+            raise PromptTooLong(len(token_ids), self.max_len)
+        return len(token_ids)
+
+    def _check_ids(self, token_ids: NDArray[np.integer]) -> None:
+        least, largest = int(token_ids.min()), int(token_ids.max())
+        if least < 0 or largest >= self._vocab_size:
+            raise InvalidSequence(
+                f"token ids from {least} to {largest}; the vocabulary goes from 0 to {self._vocab_size - 1}"
+            )
+
+    def _find(self, sequence: Sequence, first: int, end: int) -> list[int]:
+        """Blocks found by name for block indices `first <= index < end`, as far as the run goes."""
+        if not self.settings.prefix_cache or first >= end:
+            return []
+        names = sequence.name_blocks(end, self._fingerprint, self.block_size)
+        return self.allocator.find(names[first:end])
+
+    def _enter(self, sequence: Sequence, num_computed: int) -> None:
+        """From reserved or loading to waiting."""
+        sequence.go(SequenceState.WAITING)
+        self.computed(sequence, num_computed)
+        self.rows.take(sequence)
+        insort(self.by_age, sequence, key=attrgetter("arrival"))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        sequence.go(SequenceState.PREEMPTED)
+        self.allocator.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = sequence.num_named_blocks = 0
+
+    def _grow(self, sequence: Sequence, num_blocks: int) -> None:
+        first = sequence.num_blocks
+        sequence.blocks += self.allocator.allocate(num_blocks)
+        self.rows.set_blocks(sequence, first)
+
+    def _start(self, sequence: Sequence, now: float) -> None:
+        sequence.go(SequenceState.RUNNING)
+        sequence.prefill_started_unix_seconds = sequence.prefill_started_unix_seconds or now
+
+    def _span(self, chunk: Chunk[Sequence], now: float) -> Span:
+        """Blocks for a chunk; less is computed where others have left KV of the same tokens meanwhile."""
+        sequence = chunk.sequence
+        end = sequence.num_computed + chunk.num_tokens
+        num_needed = sequence.num_blocks + chunk.num_new_blocks
+        if sequence.state is not SequenceState.RUNNING:
+            is_fresh = sequence.state is SequenceState.WAITING
+            self._start(sequence, now)
+            self._take_found(sequence)
+            if is_fresh:
+                sequence.num_cached_tokens = sequence.num_computed
+        self._grow(sequence, num_needed - sequence.num_blocks)
+        if not sequence.hand_over:  # a hand-over must not run ahead of the blocks that may leave
+            end = min(
+                sequence.num_computed + chunk.num_tokens, sequence.num_tokens, num_needed * self.block_size
+            )
+        return Span(sequence, sequence.num_computed, max(end, sequence.num_computed))
+
+    def _take_found(self, sequence: Sequence) -> None:
+        """Exchanges empty blocks for ones found by name; a preempted sequence has none to give."""
+        first, rest = divmod(sequence.num_computed, self.block_size)
+        end = (sequence.num_tokens - 1) // self.block_size
+        if rest or not (hits := self._find(sequence, first, end)):
+            return
+        if sequence.blocks:
+            hits = hits[: sequence.num_blocks - first]
+        self.allocator.acquire(hits)
+        self.allocator.release(sequence.blocks[first : first + len(hits)])
+        sequence.blocks[first : first + len(hits)] = hits
+        self.rows.set_blocks(sequence, first)
+        self.computed(sequence, (first + len(hits)) * self.block_size)

@@ -1,0 +1,152 @@
+"""One sequence inside the engine: its tokens, its blocks, and what it is doing.
+
+    reserved ──► loading ──► waiting ──► running ──► finished
+        │           │           ▲           │ ▲
+        └───────────┴── begin ──┘           ▼ │
+                                        preempted
+
+`adopt` goes the same way as `begin`. Every state may go to finished: an end frees everything.
+"""
+
+from enum import Enum, auto
+
+import numpy as np
+
+from libs.engine.errors import WrongState
+from libs.engine.seen_tokens import SeenTokens
+from libs.kv.names import block_names, next_name
+from libs.request.generation import Generation, unpack_token_ids
+from libs.request.outcome import FinishReason
+
+
+class SequenceState(Enum):
+    """What a sequence is doing."""
+
+    RESERVED = auto()
+    """Blocks are held; nothing was written yet."""
+    LOADING = auto()
+    """KV is being written from outside."""
+    WAITING = auto()
+    """Begun; not yet part of a step."""
+    RUNNING = auto()
+    """Part of steps."""
+    PREEMPTED = auto()
+    """Gave its blocks back; all its tokens will be computed again."""
+    FINISHED = auto()
+    """Holds nothing."""
+
+
+_NEXT = {
+    SequenceState.RESERVED: {SequenceState.LOADING, SequenceState.WAITING},
+    SequenceState.LOADING: {SequenceState.LOADING, SequenceState.WAITING},
+    SequenceState.WAITING: {SequenceState.RUNNING, SequenceState.PREEMPTED},
+    SequenceState.RUNNING: {SequenceState.PREEMPTED},
+    SequenceState.PREEMPTED: {SequenceState.RUNNING},
+    SequenceState.FINISHED: set[SequenceState](),
+}
+
+
+class Sequence:
+    """Mutable; the engine's thread owns it."""
+
+    __slots__ = (
+        "arrival",
+        "blocks",
+        "generation",
+        "hand_over",
+        "id",
+        "is_first_token",
+        "max_num_tokens",
+        "names",
+        "num_cached_tokens",
+        "num_computed",
+        "num_found_blocks",
+        "num_handed_blocks",
+        "num_named_blocks",
+        "num_prompt_tokens",
+        "prefill_started_unix_seconds",
+        "row",
+        "seen",
+        "state",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        sequence_id: str,
+        generation: Generation,
+        *,
+        arrival: int,
+        max_len: int,
+        eos_ids: tuple[int, ...],
+    ) -> None:
+        sampling = generation.sampling
+        self.id = sequence_id
+        self.generation = generation
+        self.arrival = arrival
+        self.token_ids = unpack_token_ids(generation.token_ids)
+        self.num_prompt_tokens = generation.num_prompt_tokens
+        self.max_num_tokens = min(max_len, self.num_prompt_tokens + sampling.max_tokens)
+        self.stop_ids = frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
+        self.state = SequenceState.RESERVED
+        self.blocks: list[int] = []
+        self.names: list[bytes] = []
+        self.num_named_blocks = 0
+        self.num_computed = 0
+        self.num_found_blocks = 0
+        self.num_cached_tokens = 0
+        self.prefill_started_unix_seconds = 0.0
+        self.is_first_token = True
+        self.hand_over = False
+        self.num_handed_blocks = 0
+        self.row = -1
+        self.seen = SeenTokens.when_needed(self.token_ids, self.num_prompt_tokens, sampling)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output together."""
+        return len(self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held now."""
+        return len(self.blocks)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Over all attempts."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the scheduler may take it."""
+        return self.state in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.PREEMPTED)
+
+    def go(self, state: SequenceState) -> None:
+        """Changes the state. Raises WrongState where none leads there."""
+        if state is not SequenceState.FINISHED and state not in _NEXT[self.state]:
+            now, then = self.state.name.lower(), state.name.lower()
+            raise WrongState(f"sequence {self.id!r} is {now}; it cannot be {then} next")
+        self.state = state
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Takes its next token; tells whether it was the last."""
+        self.token_ids.append(token_id)
+        if self.seen is not None:
+            self.seen.add(token_id)
+        if token_id in self.stop_ids and self.num_output_tokens > self.generation.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_num_tokens else None
+
+    def name_blocks(self, num_blocks: int, fingerprint: str, block_size: int) -> list[bytes]:
+        """Names of the first `num_blocks` full blocks, made as far as they were not yet."""
+        if not self.names:
+            self.names = block_names(self.token_ids, block_size, fingerprint, self.generation.cache_salt)
+        for index in range(len(self.names), num_blocks):
+            tokens = np.asarray(self.token_ids[index * block_size : (index + 1) * block_size], dtype="<i4")
+            if not index:
+                self.names = block_names(tokens, block_size, fingerprint, self.generation.cache_salt)
+            else:
+                self.names.append(next_name(self.names[-1], tokens.tobytes()))
+        return self.names[:num_blocks]
