@@ -8,6 +8,8 @@ import structlog
 
 from libs.bus.messages.presence import ServiceState, WorkerLoad
 from libs.bus.port import BusError
+from libs.config.errors import SettingsError
+from libs.config.load import EXIT_BAD_SETTINGS
 from libs.runtime.heartbeat import beat, report_load
 from libs.runtime.runtime import Runtime
 
@@ -21,7 +23,10 @@ class Service(Protocol):
     """What a program of the mesh is to its runtime. `close` is called once, also after a failed `open`."""
 
     async def open(self, runtime: Runtime) -> None:
-        """Acquire everything; return when work can be taken. Slow ones call `runtime.progress`."""
+        """Acquire everything; return when work can be taken. Slow ones call `runtime.progress`.
+
+        A SettingsError ends the process with exit code 2: what was asked for cannot be had.
+        """
         ...
 
     async def drain(self) -> None:
@@ -79,7 +84,11 @@ async def _open(service: Service, runtime: Runtime, stop: Stop) -> int | None:
         opening.cancel()
         await asyncio.gather(opening, return_exceptions=True)
         return 0 if stop.asked.is_set() else EXIT_CRASHED
-    if error := opening.exception():
+    error = opening.exception()
+    if isinstance(error, SettingsError):
+        log.error("settings_refused", error=str(error))
+        return EXIT_BAD_SETTINGS
+    if error:
         log.error("service_not_opened", error=str(error), exc_info=error)
         return EXIT_CRASHED
     return None

@@ -13,13 +13,13 @@ from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.bus.port import Bus
 from libs.config.load import load_settings_or_exit
 from libs.runtime.connect import connect_bus
-from libs.runtime.http_server import HttpServer
+from libs.runtime.http_server import AddressInUse, HttpServer
 from libs.runtime.identity import Identity, new_identity
-from libs.runtime.life import Service, Stop, live
+from libs.runtime.life import EXIT_CRASHED, Service, Stop, live
 from libs.runtime.probes import probe_app
 from libs.runtime.runtime import Runtime
 from libs.runtime.settings import RuntimeSettings
-from libs.runtime.signals import PARENT_VARIABLE, die_with_parent, stop_on_signals
+from libs.runtime.signals import Parent, stop_on_signals
 from libs.telemetry.logs import configure_logs
 from libs.telemetry.metrics import new_registry
 from libs.telemetry.traces import configure_traces
@@ -37,20 +37,22 @@ def run_service(
     `serves_probes` False is for a program whose own HTTP server has /live, /ready and /metrics.
     """
     settings = load_settings_or_exit(settings_type, kind.value)
-    if parent_pid := int(os.environ.get(PARENT_VARIABLE, "0")):
-        die_with_parent(parent_pid)
-    raise SystemExit(uvloop.run(_run(kind, settings, build, serves_probes, parent_pid)))
+    parent = Parent(os.environ)
+    if parent.is_gone:
+        raise SystemExit(EXIT_CRASHED)  # it died before its death could be signalled to us
+    raise SystemExit(
+        uvloop.run(_run(new_identity(kind, settings.name), settings, build, serves_probes, parent))
+    )
 
 
 async def _run(
-    kind: ServiceKind, settings: S, build: Callable[[S], Service], serves_probes: bool, parent_pid: int
+    identity: Identity, settings: S, build: Callable[[S], Service], serves_probes: bool, parent: Parent
 ) -> int:
-    identity = new_identity(kind, settings.name)
-    who = (kind.value, identity.name, identity.incarnation)
+    who = (identity.kind.value, identity.name, identity.incarnation)
     configure_logs(*who, level=settings.log_level, log_format=settings.log_format)
     tracing = configure_traces(*who, endpoint=settings.otel_exporter_otlp_endpoint)
     stop = Stop()
-    stop_on_signals(stop, drain_timeout_seconds=settings.drain_timeout_seconds, parent_pid=parent_pid)
+    stop_on_signals(stop, parent, drain_timeout_seconds=settings.drain_timeout_seconds)
     bus = await connect_bus(settings.nats_server, identity.name, stop.asked)
     if bus is None:
         return 0
@@ -84,16 +86,18 @@ async def live_on(
         host=socket.gethostname(),
     )
     runtime = Runtime(identity, bus, registry, presence)
-    if not serves_probes:
-        return await live(service, runtime, stop, drain_timeout_seconds=settings.drain_timeout_seconds)
     probes = HttpServer(
         probe_app(lambda: runtime.presence, registry),
         host=settings.probe_host,
         port=settings.probe_port,
         drain_timeout_seconds=1,
     )
-    runtime.describe(http_address=await probes.open())
     try:
+        if serves_probes:
+            runtime.describe(http_address=await probes.open())
         return await live(service, runtime, stop, drain_timeout_seconds=settings.drain_timeout_seconds)
+    except AddressInUse as error:
+        log.error("probes_not_opened", error=str(error))  # noqa: TRY400 - the text says it all
+        return EXIT_CRASHED
     finally:
         await probes.close()

@@ -1,25 +1,34 @@
 """What SIGTERM and SIGINT mean, and what happens when the parent process is gone."""
 
 import asyncio
-import ctypes
 import os
 import signal
-import sys
 import threading
+from collections.abc import Mapping
 
 import structlog
 
 from libs.runtime.life import CLOSE_TIMEOUT_SECONDS, Stop
 
 PARENT_VARIABLE = "KVMESH_PARENT_PID"
-"""Set by `up` for its children: whoever finds it set does not outlive that process."""
-
-_PR_SET_PDEATHSIG = 1
+"""Set by `up` for its children, which the kernel signals when that process dies."""
 
 log = structlog.get_logger()
 
 
-def stop_on_signals(stop: Stop, *, drain_timeout_seconds: float, parent_pid: int = 0) -> None:
+class Parent:
+    """The `up` that started this process, if one did."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._pid = int(environ.get(PARENT_VARIABLE) or 0)
+
+    @property
+    def is_gone(self) -> bool:
+        """It died: this process has been handed to another parent. False where nobody named one."""
+        return self._pid != 0 and os.getppid() != self._pid
+
+
+def stop_on_signals(stop: Stop, parent: Parent, *, drain_timeout_seconds: float) -> None:
     """The first SIGTERM or SIGINT asks the service to end, the second ends the process at once."""
     loop = asyncio.get_running_loop()
 
@@ -27,7 +36,7 @@ def stop_on_signals(stop: Stop, *, drain_timeout_seconds: float, parent_pid: int
         if stop.asked.is_set():
             log.warning("ended_at_once", signal=number.name)
             os._exit(128 + number)
-        stop.skip_drain = parent_pid != 0 and os.getppid() != parent_pid
+        stop.skip_drain = parent.is_gone
         log.info("stop_asked", signal=number.name, parent_gone=stop.skip_drain)
         _end_at_latest_after(drain_timeout_seconds + CLOSE_TIMEOUT_SECONDS + 5)
         stop.asked.set()
@@ -41,14 +50,3 @@ def _end_at_latest_after(seconds: float) -> None:
     watchdog = threading.Timer(seconds, os._exit, args=[1])
     watchdog.daemon = True
     watchdog.start()
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel send SIGTERM when the parent dies (Linux); exit now if it is dead already.
-
-    Only Linux can do this; elsewhere `up` ends its children itself whenever it gets the chance.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:
-        raise SystemExit(1)

