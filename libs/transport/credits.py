@@ -37,33 +37,35 @@ class SendWindow:
 
     def __init__(self, limits: LinkLimits) -> None:
         self._limits = limits
-        self._sent = Credit(0, 0)
-        self._released = Credit(0, 0)
+        self._sent_frames = self._sent_bytes = 0
+        self._released_frames = self._released_bytes = 0
 
     @property
     def outstanding(self) -> Credit:
         """Sent and not known to be released."""
-        return Credit(
-            self._sent.num_frames - self._released.num_frames, self._sent.num_bytes - self._released.num_bytes
-        )
+        return Credit(self._sent_frames - self._released_frames, self._sent_bytes - self._released_bytes)
 
     def can_send(self, num_bytes: int) -> bool:
         """Whether a frame with a body of this size fits now. Always true once everything was released."""
-        num_frames, outstanding_bytes = self.outstanding
-        if num_frames >= self._limits.window_frames:
-            return False
-        fits = outstanding_bytes + num_bytes <= self._limits.window_bytes
-        return fits or outstanding_bytes <= untold_bytes(self._limits)
+        return _has_room(
+            self._limits,
+            self._sent_frames - self._released_frames,
+            self._sent_bytes - self._released_bytes,
+            num_bytes,
+        )
 
     def send(self, num_bytes: int) -> None:
         """Count one frame as sent."""
-        self._sent = Credit(self._sent.num_frames + 1, self._sent.num_bytes + num_bytes)
+        self._sent_frames += 1
+        self._sent_bytes += num_bytes
 
     def credit(self, released: Credit) -> bool:
         """Take the receiver's sums. False when they exceed what was sent: the peer breaks the protocol."""
-        if released.num_frames > self._sent.num_frames or released.num_bytes > self._sent.num_bytes:
+        num_frames, num_bytes = released
+        if num_frames > self._sent_frames or num_bytes > self._sent_bytes:
             return False
-        self._released = Credit(*map(max, self._released, released))
+        self._released_frames = max(self._released_frames, num_frames)
+        self._released_bytes = max(self._released_bytes, num_bytes)
         return True
 
 
@@ -72,41 +74,50 @@ class ReceiveWindow:
 
     def __init__(self, limits: LinkLimits) -> None:
         self._limits = limits
-        self._arrived = Credit(0, 0)
-        self._released = Credit(0, 0)
+        self._arrived_frames = self._arrived_bytes = 0
+        self._released_frames = self._released_bytes = 0
         self._told = Credit(0, 0)
 
     @property
     def held(self) -> Credit:
         """Arrived and not released."""
         return Credit(
-            self._arrived.num_frames - self._released.num_frames,
-            self._arrived.num_bytes - self._released.num_bytes,
+            self._arrived_frames - self._released_frames, self._arrived_bytes - self._released_bytes
         )
 
     def can_arrive(self, num_bytes: int) -> bool:
         """Whether an honest sender could send this now."""
-        num_frames, held_bytes = self.held
-        if num_frames >= self._limits.window_frames or num_bytes > self._limits.max_body_bytes:
-            return False
-        return held_bytes + num_bytes <= self._limits.window_bytes or held_bytes <= untold_bytes(self._limits)
+        return num_bytes <= self._limits.max_body_bytes and _has_room(
+            self._limits,
+            self._arrived_frames - self._released_frames,
+            self._arrived_bytes - self._released_bytes,
+            num_bytes,
+        )
 
     def arrive(self, num_bytes: int) -> None:
         """Count one frame as arrived."""
-        self._arrived = Credit(self._arrived.num_frames + 1, self._arrived.num_bytes + num_bytes)
+        self._arrived_frames += 1
+        self._arrived_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
         """Count one frame as released."""
-        self._released = Credit(self._released.num_frames + 1, self._released.num_bytes + num_bytes)
+        self._released_frames += 1
+        self._released_bytes += num_bytes
 
     def is_credit_due(self) -> bool:
-        """Whether the sender must be told now, lest it stand still; else the next frame back carries the
-        credit."""
-        num_frames = self._released.num_frames - self._told.num_frames
-        num_bytes = self._released.num_bytes - self._told.num_bytes
-        return 2 * num_frames >= self._limits.window_frames or num_bytes > untold_bytes(self._limits)
+        """Whether the sender must be told now, lest it stand still; else the next frame back carries it."""
+        untold_frames = self._released_frames - self._told.num_frames
+        untold = self._released_bytes - self._told.num_bytes
+        return 2 * untold_frames >= self._limits.window_frames or untold > untold_bytes(self._limits)
 
     def tell(self) -> Credit:
         """The sums to send; counted as told."""
-        self._told = self._released
+        self._told = Credit(self._released_frames, self._released_bytes)
         return self._told
+
+
+def _has_room(limits: LinkLimits, num_frames: int, outstanding_bytes: int, num_bytes: int) -> bool:
+    if num_frames >= limits.window_frames:
+        return False
+    fits = outstanding_bytes + num_bytes <= limits.window_bytes
+    return fits or outstanding_bytes <= untold_bytes(limits)
