@@ -44,7 +44,8 @@ class SeenTokens:
 
     def add(self, token_id: int) -> None:
         """One more output token."""
-        self._counts[self._find(token_id)] += 1
+        place = self._find(token_id)  # first: it may replace the arrays
+        self._counts[place] += 1
 
     def _find(self, token_id: int) -> int:
         place = self._place.setdefault(token_id, len(self._place))
