@@ -9,6 +9,7 @@ from libs.bus.messages.store import FindPrefix, PrefixHeld
 from libs.bus.port import Subscription
 from libs.kv.names import split_names
 from libs.runtime.runtime import Runtime
+from libs.transport.choose import make_transport
 from libs.transport.port import Listener, Transport
 from services.kv_store.dram_tier import DramTier
 from services.kv_store.metrics import KvStoreMetrics
@@ -18,11 +19,21 @@ from services.kv_store.settings import KvStoreSettings
 GIB = 1 << 30
 
 
-class KvStoreService:
-    """One store. `make_transport` is given this process's runtime."""
+def open_transport(settings: KvStoreSettings, runtime: Runtime) -> Transport:
+    """This process's end of all Links. Raises ValueError without a secret."""
+    return make_transport(settings.transport, runtime.incarnation, settings.link_secret.encode())
 
-    def __init__(self, settings: KvStoreSettings, make_transport: Callable[[Runtime], Transport]) -> None:
-        self._settings, self._make_transport = settings, make_transport
+
+class KvStoreService:
+    """One store. `open_transport` is the part that a test replaces."""
+
+    def __init__(
+        self,
+        settings: KvStoreSettings,
+        *,
+        open_transport: Callable[[KvStoreSettings, Runtime], Transport] = open_transport,
+    ) -> None:
+        self._settings, self._open_transport = settings, open_transport
         self._tier = DramTier(int(settings.memory_gib * GIB))
         self._transport: Transport | None = None
         self._listener: Listener | None = None
@@ -32,7 +43,7 @@ class KvStoreService:
     async def open(self, runtime: Runtime) -> None:
         """Listen, and tell where."""
         self._runtime = runtime
-        self._transport = transport = self._make_transport(runtime)
+        self._transport = transport = self._open_transport(self._settings, runtime)
         self._declare(KvStoreMetrics(runtime.registry), transport)
         self._listener = await transport.listen(self._settings.link_host)
         runtime.spawn("accept", self._accept(self._listener))

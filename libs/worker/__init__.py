@@ -1,0 +1,1 @@
+"""What the workers share, whichever role they have: settings, opening the model, sending tokens."""

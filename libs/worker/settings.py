@@ -1,0 +1,45 @@
+"""Settings that every worker has, whichever its role."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from libs.model.source import DEFAULT_MODEL
+from libs.runtime.settings import RuntimeSettings
+
+
+class WorkerSettings(RuntimeSettings, frozen=True, kw_only=True):
+    """Settings of a process that runs the model."""
+
+    model: Annotated[
+        str, Meta(description="a GGUF file, a Hugging Face directory, or the name of a model", min_length=1)
+    ] = DEFAULT_MODEL
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Meta(description="precision; auto: bfloat16 where the device computes in it, else float32"),
+    ] = "auto"
+    device: Annotated[
+        str, Meta(description="auto: CUDA where there is one; cpu, cuda, cuda:1", min_length=1)
+    ] = "auto"
+    max_model_len: Annotated[
+        int, Meta(description="tokens of prompt and output together; 0: what the model was made for", ge=0)
+    ] = 0
+    block_size: Annotated[int, Meta(description="tokens of one KV block", ge=1, le=1024)] = 16
+    kv_memory_gib: Annotated[float, Meta(description="memory for KV blocks, in GiB", gt=0)] = 1.0
+    num_blocks: Annotated[int, Meta(description="KV blocks; 0: as many as kv_memory_gib holds", ge=0)] = 0
+    max_num_seqs: Annotated[int, Meta(description="sequences in one step", ge=1)] = 256
+    max_num_batched_tokens: Annotated[
+        int, Meta(description="tokens in one step; longer prompts run in chunks", ge=1)
+    ] = 2048
+    threads: Annotated[int, Meta(description="CPU threads of one operation; 0: torch's choice", ge=0)] = 0
+    transport: Annotated[
+        Literal["ucx", "shm", "memory"], Meta(description="how KV travels between processes")
+    ] = "ucx"
+    link_host: Annotated[str, Meta(description="where Links listen", min_length=1)] = "127.0.0.1"
+    lease_seconds: Annotated[
+        float,
+        Meta(description="a decode worker frees what its prefill worker is silent about for longer", gt=0),
+    ] = 10.0
+    max_unsent_deltas: Annotated[
+        int, Meta(description="token deltas kept for gateways while the broker is away", ge=1)
+    ] = 65536

@@ -1,0 +1,74 @@
+"""Publishes token frames, and keeps them while the broker is away."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import NoReturn
+
+import structlog
+
+from libs.bus.messages.generation import TokenDelta, TokenFrame
+from libs.bus.port import Bus, BusError, MessageTooLarge
+from libs.worker.outbox import TokenOutbox
+
+RETRY_SECONDS = 0.05
+"""Between two attempts while the broker is away; its return is not announced."""
+
+log = structlog.get_logger()
+
+
+class TokenSender:
+    """`send` takes a step's deltas at once; `run` publishes them in order."""
+
+    def __init__(self, bus: Bus, worker: str, max_unsent_deltas: int) -> None:
+        self._bus, self._worker = bus, worker
+        self.outbox = TokenOutbox(max_unsent_deltas)
+        self._filled = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+        self._was_heard = True
+
+    def send(self, gateway: str, deltas: Sequence[TokenDelta]) -> None:
+        """What one step has for one gateway."""
+        self.outbox.add(gateway, deltas)
+        self._filled.set()
+        self._emptied.clear()
+
+    async def run(self) -> NoReturn:
+        """Publish for ever."""
+        while True:
+            await self._filled.wait()
+            self._filled.clear()
+            while (taken := self.outbox.take()) is not None:
+                await self._publish(*taken)
+            self._emptied.set()
+
+    async def wait_sent(self) -> None:
+        """Returns when nothing is kept."""
+        await self._emptied.wait()
+
+    async def _publish(self, gateway: str, deltas: list[TokenDelta]) -> None:
+        try:
+            await self._bus.publish(TokenFrame(worker=self._worker, deltas=deltas), to=gateway)
+            self._note(is_heard=True)
+        except MessageTooLarge as error:
+            if len(deltas) > 1:
+                middle = len(deltas) // 2
+                await self._publish(gateway, deltas[:middle])
+                await self._publish(gateway, deltas[middle:])
+            else:
+                # The gateway sees the gap and asks again.
+                log.warning(
+                    "token_delta_too_large", size_bytes=error.size_bytes, limit_bytes=error.limit_bytes
+                )
+        except BusError as error:
+            self._note(is_heard=False, error=str(error))
+            self.outbox.put_back(gateway, deltas)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _note(self, *, is_heard: bool, error: str = "") -> None:
+        if is_heard != self._was_heard:
+            self._was_heard = is_heard
+            if is_heard:
+                log.info("tokens_sent_again")
+            else:
+                log.warning("tokens_kept", error=error)

@@ -1,0 +1,9 @@
+"""python -m services.decode_worker."""
+
+from libs.bus.messages.presence import ServiceKind
+from libs.runtime.service import run_service
+from services.decode_worker.service import DecodeWorkerService
+from services.decode_worker.settings import DecodeWorkerSettings
+
+if __name__ == "__main__":
+    run_service(ServiceKind.DECODE_WORKER, DecodeWorkerSettings, DecodeWorkerService)

@@ -1,0 +1,128 @@
+"""One prefill worker's Link: verifies the KV that comes in and puts it into the engine's pool."""
+
+import asyncio
+import time
+
+import structlog
+
+from libs.engine.errors import EngineError
+from libs.kv.checksum import checksum
+from libs.kv.tensors import BlockShape
+from libs.request.outcome import FailureReason
+from libs.transport.frames import (
+    HandOver,
+    HandOverFailed,
+    HeaderUndecodable,
+    LayerBlocks,
+    StillQueued,
+    decode_header,
+)
+from libs.transport.port import Link, LinkError, Received
+from services.decode_worker.adoption import Adoption, OutOfPlace
+from services.decode_worker.decoding import Decoding
+from services.decode_worker.metrics import DecodeMetrics
+from services.decode_worker.sequences import HeldSequence, Stage
+
+log = structlog.get_logger()
+
+
+class ProtocolBroken(Exception):
+    """The peer sent what no prefill worker sends."""
+
+
+class Inlet:
+    """Serves one Link until it is lost; then what waited for it has failed."""
+
+    def __init__(self, link: Link, decoding: Decoding, shape: BlockShape, metrics: DecodeMetrics) -> None:
+        self._link, self._decoding, self._shape, self._metrics = link, decoding, shape, metrics
+
+    async def serve(self) -> None:
+        """Returns when the Link is lost."""
+        reason = "this worker is closing"
+        try:
+            # Frames are not waited for one by one: the engine takes writes between steps, all that are there.
+            # The Link's credits bound how many are under way. What was handed over before the end is adopted.
+            async with asyncio.TaskGroup() as tasks:
+                reason = await self._receive(tasks)
+        finally:
+            log.info("prefill_link_ended", peer=self._link.peer, reason=reason)
+            self._decoding.peer_lost(self._link.peer, f"the Link from its prefill worker ended: {reason}")
+            await self._link.close()
+
+    async def _receive(self, tasks: asyncio.TaskGroup) -> str:
+        """Handle frames until there will be no more; tells why."""
+        while True:
+            try:
+                self._handle(await self._link.receive(), tasks)
+            except (LinkError, HeaderUndecodable, ProtocolBroken) as ended:
+                return str(ended)
+
+    def _handle(self, frame: Received, tasks: asyncio.TaskGroup) -> None:
+        is_kept = False
+        try:
+            match decode_header(frame.header):
+                case LayerBlocks() as blocks:
+                    is_kept = self._take_blocks(blocks, frame, tasks)
+                case HandOver() as hand_over:
+                    if (held := self._awaited(hand_over.request_id)) is not None:
+                        tasks.create_task(self._adopt(held, hand_over))
+                case HandOverFailed() as failed:
+                    if (held := self._awaited(failed.request_id)) is not None:
+                        self._decoding.fail(held, failed.reason, failed.detail)
+                case StillQueued() as queued:
+                    for request_id in queued.request_ids:
+                        if (held := self._awaited(request_id)) is not None:
+                            self._decoding.renew(held)
+                case other:
+                    raise ProtocolBroken(f"a prefill worker sent {type(other).__name__}")
+        finally:
+            if not is_kept:
+                frame.release()
+
+    def _awaited(self, request_id: str) -> HeldSequence | None:
+        """None for what was aborted meanwhile, and for what this peer was not asked to bring."""
+        held = self._decoding.sequences.get(request_id)
+        is_awaited = held is not None and held.stage is Stage.AWAITING_KV and held.prefill == self._link.peer
+        return held if is_awaited else None
+
+    def _take_blocks(self, header: LayerBlocks, frame: Received, tasks: asyncio.TaskGroup) -> bool:
+        """True when the frame's memory is still needed."""
+        held = self._awaited(header.request_id)
+        if held is None or held.adoption is None:
+            return False
+        self._metrics.transfer_bytes.labels("received").inc(frame.body.size)
+        self._decoding.renew(held)
+        if held.first_blocks_at is None:
+            held.first_blocks_at = time.time()
+        try:
+            held.adoption.check(header.layer, header.first_block, header.num_blocks)
+            if checksum(frame.body) != header.checksum:
+                raise OutOfPlace(f"layer {header.layer} arrived with another checksum")
+            write = tasks.create_task(self._write(held, held.adoption, header, frame))
+        except (OutOfPlace, ValueError) as error:
+            log.warning("kv_corrupt", request_id=header.request_id, peer=self._link.peer, reason=str(error))
+            self._decoding.fail(held, FailureReason.CORRUPT, str(error))
+            return False
+        held.writes.add(write)
+        write.add_done_callback(held.writes.discard)
+        return True
+
+    async def _write(
+        self, held: HeldSequence, adoption: Adoption, header: LayerBlocks, frame: Received
+    ) -> None:
+        try:
+            blocks = self._shape.tensor_of(frame.body, header.num_blocks)
+            if await self._decoding.engine.write_blocks(
+                header.request_id, header.layer, header.first_block, blocks
+            ):
+                adoption.arrive(header.layer, header.first_block, header.num_blocks)
+        except (EngineError, ValueError) as error:
+            self._decoding.fail(held, FailureReason.CORRUPT, str(error))
+        finally:
+            frame.release()
+
+    async def _adopt(self, held: HeldSequence, hand_over: HandOver) -> None:
+        if held.writes:
+            await asyncio.wait(held.writes)
+        if self._decoding.sequences.get(held.request_id) is held:
+            await self._decoding.adopt(held, hand_over)

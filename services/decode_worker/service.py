@@ -1,0 +1,184 @@
+"""The decode worker on the bus: takes reservations, follows the roster, ends what nobody comes for."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import msgspec
+
+from libs.bus.messages.generation import Abort, Refused, Reserve, Reserved
+from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.bus.port import Subscription
+from libs.engine.engine import Engine
+from libs.kv.tensors import BlockShape
+from libs.model.model import Model
+from libs.request.outcome import RefusalReason
+from libs.runtime.roster import Roster, RosterChange, watch_roster
+from libs.runtime.runtime import Runtime
+from libs.transport.port import Listener, Transport
+from libs.worker.settings import WorkerSettings
+from libs.worker.startup import (
+    block_shape_of,
+    describe_instance,
+    engine_settings_of,
+    open_model,
+    open_transport,
+)
+from libs.worker.token_sender import TokenSender
+from services.decode_worker.decoding import Decoding
+from services.decode_worker.inlet import Inlet
+from services.decode_worker.metrics import DecodeMetrics
+from services.decode_worker.sequences import Sequences, Stage
+from services.decode_worker.settings import DecodeWorkerSettings
+
+
+class DecodeWorkerService:
+    """One decode worker. `open_model` and `open_transport` are the parts that a test replaces."""
+
+    def __init__(
+        self,
+        settings: DecodeWorkerSettings,
+        *,
+        open_model: Callable[[WorkerSettings, Runtime], Awaitable[Model]] = open_model,
+        open_transport: Callable[[WorkerSettings, Runtime], Transport] = open_transport,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings, self._open_model, self._open_transport = settings, open_model, open_transport
+        self._clock = clock
+        self._sequences = Sequences(settings.lease_seconds)
+        self._roster = Roster()
+        self._subscriptions: list[Subscription] = []
+        self._transport: Transport | None = None
+        self._listener: Listener | None = None
+        self._engine: Engine | None = None
+
+    async def open(self, runtime: Runtime) -> None:
+        """Load the model, start the engine, listen for prefill workers and for reservations."""
+        self._runtime = runtime
+        self._transport = self._open_transport(self._settings, runtime)
+        model = await self._open_model(self._settings, runtime)
+        runtime.progress("making room for KV")
+        self._engine = await self._start(runtime, model, self._transport)
+        self._listener = await self._transport.listen(self._settings.link_host)
+        shape = block_shape_of(model, self._settings.block_size)
+        runtime.spawn("engine", self._engine.watch())
+        runtime.spawn("tokens", self._tokens.run())
+        runtime.spawn("leases", self._keep_time())
+        runtime.spawn("accept", self._accept(self._listener, shape))
+        runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
+        self._subscriptions.append(await runtime.bus.serve(Reserve, self._reserve, at=runtime.incarnation))
+        self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
+        describe_instance(
+            runtime,
+            self._settings,
+            model,
+            link_address=self._listener.address,
+            runs_prompts=self._settings.role == "both",
+        )
+
+    async def drain(self) -> None:
+        """Refuse reservations; return when the last sequence has ended and its tokens are sent."""
+        self._decoding.is_draining = True
+        while len(self._sequences):
+            self._decoding.ended.clear()
+            await self._decoding.ended.wait()
+        await self._tokens.wait_sent()
+
+    async def close(self) -> None:
+        """Stop listening, cut the Links, stop the engine."""
+        for subscription in self._subscriptions:
+            await subscription.close()
+        if self._listener is not None:
+            await self._listener.close()
+        if self._transport is not None:
+            await self._transport.close()
+        if self._engine is not None:
+            await self._engine.close()
+
+    def load(self) -> WorkerLoad:
+        """The engine's figures. What is not running is awaited, or waits its turn."""
+        load = self._running_engine.load()
+        num_awaited = len(self._sequences) - self._sequences.num_in(Stage.RUNNING)
+        return msgspec.structs.replace(
+            load,
+            num_reserved=num_awaited,
+            num_waiting=max(0, len(self._sequences) - num_awaited - load.num_running),
+            recent_request_ids=self._decoding.recent.ids(self._clock()),
+        )
+
+    @property
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the engine starts before anything is asked of it")
+        return self._engine
+
+    async def _start(self, runtime: Runtime, model: Model, transport: Transport) -> Engine:
+        """Everything between the bus and the engine, and the engine itself."""
+        settings = self._settings
+        self._metrics = DecodeMetrics(runtime.registry)
+        self._tokens = TokenSender(runtime.bus, runtime.incarnation, settings.max_unsent_deltas)
+        self._decoding = Decoding(
+            self._sequences,
+            self._metrics,
+            self._tokens.send,
+            block_size=settings.block_size,
+            num_layers=model.config.num_layers,
+            max_held=settings.max_held,
+            clock=self._clock,
+        )
+        engine = Engine(model, engine_settings_of(settings, model), self._decoding)
+        self._decoding.attach(engine)
+        self._watch_gauges(self._metrics, engine, transport)
+        await engine.start()
+        return engine
+
+    def _watch_gauges(self, metrics: DecodeMetrics, engine: Engine, transport: Transport) -> None:
+        metrics.num_requests_running.set_function(lambda: engine.load().num_running)
+        metrics.num_requests_waiting.set_function(lambda: self.load().num_waiting)
+        metrics.num_requests_reserved.set_function(lambda: self.load().num_reserved)
+        metrics.num_requests_held.set_function(lambda: len(self._sequences))
+        metrics.num_used_blocks.set_function(lambda: engine.num_total_blocks - engine.num_free_blocks)
+        metrics.num_blocks.set_function(lambda: engine.num_total_blocks)
+        metrics.cache_usage.set_function(lambda: 1 - engine.num_free_blocks / max(1, engine.num_total_blocks))
+        metrics.num_links.set_function(transport.num_open_links)
+        metrics.num_unsent_deltas.set_function(lambda: self._tokens.outbox.num_deltas)
+
+    async def _reserve(self, request: Reserve) -> Reserved | Refused:
+        if not request.prefill and self._settings.role != "both":
+            detail = "this decode worker runs no prompts; start it with --role both"
+            return Refused(reason=RefusalReason.NO_WORKERS, detail=detail)
+        answer = await self._decoding.reserve(request, self._runtime.presence.link_address)
+        self._runtime.load_changed()
+        return answer
+
+    def _abort(self, message: Abort) -> None:
+        self._decoding.abort(message.request_id)
+        self._runtime.load_changed()
+
+    async def _accept(self, listener: Listener, shape: BlockShape) -> NoReturn:
+        while True:
+            inlet = Inlet(await listener.accept(), self._decoding, shape, self._metrics)
+            self._runtime.spawn("inlet", inlet.serve())
+
+    async def _keep_time(self) -> NoReturn:
+        """Leases and deadlines pass without a message."""
+        came = self._decoding.came
+        while True:
+            came.clear()
+            wake_at = self._sequences.next_expiry()
+            try:
+                async with asyncio.timeout(
+                    None if wake_at == float("inf") else max(0.0, wake_at - self._clock())
+                ):
+                    await came.wait()
+            except TimeoutError:
+                self._decoding.expire()
+
+    def _roster_changed(self, change: RosterChange) -> None:
+        for departed in change.departed:
+            if departed.kind is ServiceKind.GATEWAY:
+                self._decoding.gateway_gone(departed.incarnation)
+                self._tokens.outbox.forget(departed.incarnation)
+            elif departed.kind is ServiceKind.PREFILL_WORKER:
+                self._decoding.peer_lost(departed.incarnation, f"{departed.name} left the mesh")

@@ -1,0 +1,18 @@
+"""Settings of the decode worker."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from libs.worker.settings import WorkerSettings
+
+
+class DecodeWorkerSettings(WorkerSettings, frozen=True, kw_only=True):
+    """Adopts the KV of prompts that ran elsewhere, generates, streams tokens to gateways."""
+
+    role: Annotated[
+        Literal["decode", "both"], Meta(description="both: also runs prompts, where no prefill worker is")
+    ] = "decode"
+    max_held: Annotated[
+        int, Meta(description="sequences that may be held here, running or awaited", ge=1)
+    ] = 1024

@@ -1,0 +1,9 @@
+"""python -m services.prefill_worker."""
+
+from libs.bus.messages.presence import ServiceKind
+from libs.runtime.service import run_service
+from services.prefill_worker.service import PrefillWorkerService
+from services.prefill_worker.settings import PrefillWorkerSettings
+
+if __name__ == "__main__":
+    run_service(ServiceKind.PREFILL_WORKER, PrefillWorkerSettings, PrefillWorkerService)

@@ -1,0 +1,141 @@
+"""One Link to a decode worker: sends what prompts hand over, in order, as fast as the peer takes it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import structlog
+
+from libs.engine.outputs import LayerOutput, TokenOutput
+from libs.kv.checksum import checksum
+from libs.kv.tensors import bytes_of
+from libs.transport.frames import HandOver, HandOverFailed, LayerBlocks, StillQueued, encode_header
+from libs.transport.port import Link, LinkError
+from services.prefill_worker.metrics import PrefillMetrics
+from services.prefill_worker.prompts import Prompt
+
+MAX_IDS_PER_FRAME = 40
+"""A header holds 4 KiB; an id may have some 90 characters."""
+
+Release = Callable[[LayerOutput], None]
+
+log = structlog.get_logger()
+
+
+class Outlet:
+    """Queues and sends. What is queued is bounded by the engine's hand-over budget: it makes no more until
+    `release` was called for what was sent."""
+
+    def __init__(
+        self, link: Link, release: Release, metrics: PrefillMetrics, *, send_timeout_seconds: float
+    ) -> None:
+        self._link, self._release, self._metrics = link, release, metrics
+        self._send_timeout_seconds = send_timeout_seconds
+        self._queue: asyncio.Queue[_Item] = asyncio.Queue()
+
+    @property
+    def is_open(self) -> bool:
+        """False once nothing can be sent any more."""
+        return self._link.is_open
+
+    def put(self, prompt: Prompt, output: LayerOutput | TokenOutput) -> None:
+        """A layer's blocks, in the end the first token. Dropped if the prompt is over when its turn comes."""
+        self._queue.put_nowait(_Item(prompt, output, time.monotonic()))
+
+    def tell(self, failed: HandOverFailed) -> None:
+        """There will be no first token."""
+        self._queue.put_nowait(_Item(None, failed, 0.0))
+
+    async def renew(self, request_ids: Sequence[str]) -> None:
+        """Tell the decode worker that these are still to come. A lost Link is told elsewhere."""
+        for start in range(0, len(request_ids), MAX_IDS_PER_FRAME):
+            some = tuple(request_ids[start : start + MAX_IDS_PER_FRAME])
+            try:
+                await self._send(encode_header(StillQueued(request_ids=some)))
+            except LinkError:
+                return
+
+    async def serve(self) -> str:
+        """Send until the Link is lost, whose reason is returned. All that is queued is released then."""
+        reason = "this worker is closing"
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send_queued())
+                tasks.create_task(self._watch())
+        except* LinkError as lost:
+            reason = str(lost.exceptions[0])
+        finally:
+            while not self._queue.empty():
+                self._let_go(self._queue.get_nowait())
+            await self._link.close()
+        return reason
+
+    async def close(self) -> None:
+        """Idempotent; `serve` returns."""
+        await self._link.close()
+
+    async def _watch(self) -> NoReturn:
+        """Decode workers send nothing; waiting for it is how the end of the Link is seen."""
+        while True:
+            (await self._link.receive()).release()
+
+    async def _send_queued(self) -> NoReturn:
+        while True:
+            item = await self._queue.get()
+            try:
+                await self._send_item(item)
+            finally:
+                self._let_go(item)
+
+    async def _send_item(self, item: "_Item") -> None:
+        prompt = item.prompt
+        if isinstance(item.content, HandOverFailed):
+            await self._send(encode_header(item.content))
+        elif prompt is not None and not prompt.is_over:
+            if isinstance(item.content, TokenOutput):
+                await self._send(encode_header(_hand_over(prompt, item.content)))
+                prompt.finish()
+            else:
+                await self._send_layer(prompt, item.content, item.made_at)
+
+    async def _send_layer(self, prompt: Prompt, output: LayerOutput, made_at: float) -> None:
+        body = bytes_of(output.blocks)
+        header = LayerBlocks(
+            request_id=prompt.request_id,
+            layer=output.layer,
+            first_block=output.first_block,
+            num_blocks=output.blocks.shape[0],
+            checksum=checksum(body),
+        )
+        await self._link.send(encode_header(header), body, timeout_seconds=self._send_timeout_seconds)
+        self._metrics.transfer_bytes.labels("sent").inc(body.size)
+        self._metrics.transfer_seconds.observe(time.monotonic() - made_at)
+
+    async def _send(self, header: bytes) -> None:
+        await self._link.send(header, timeout_seconds=self._send_timeout_seconds)
+
+    def _let_go(self, item: "_Item") -> None:
+        if isinstance(item.content, LayerOutput):
+            self._release(item.content)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Item:
+    """What waits for its turn; without a prompt it is sent in any case."""
+
+    prompt: Prompt | None
+    content: LayerOutput | TokenOutput | HandOverFailed
+    made_at: float
+
+
+def _hand_over(prompt: Prompt, first: TokenOutput) -> HandOver:
+    return HandOver(
+        request_id=prompt.request_id,
+        token_id=first.token_id,
+        finish=first.finish,
+        logprobs=first.logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+        prefill_started_unix_seconds=first.prefill_started_unix_seconds,
+    )

@@ -1,0 +1,255 @@
+"""What a prefill worker does with its prompts: wait for room, find a prefix, run, hand over.
+
+How a prompt ends, and who tells its gateway: handed over (the decode worker sends the first token); failed while
+its Link is there (the decode worker is told, frees its blocks and tells the gateway); failed without a Link (a
+token frame from here, because the decode worker is dead or out of reach). Should two tell, the gateway counts the
+first.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+import torch
+
+from libs.bus.messages.generation import Prefill, Queued, Refused, TokenDelta
+from libs.engine.engine import Engine
+from libs.engine.errors import EngineError
+from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, TokenOutput
+from libs.kv.names import block_names
+from libs.request.generation import num_tokens, unpack_token_ids
+from libs.request.outcome import FailureReason, RefusalReason
+from libs.telemetry.traces import start_span
+from libs.transport.frames import HandOverFailed
+from libs.transport.port import LinkError
+from libs.worker.recent_requests import RecentRequests
+from services.prefill_worker.metrics import PrefillMetrics
+from services.prefill_worker.outlet import Outlet
+from services.prefill_worker.outlets import Outlets
+from services.prefill_worker.prompts import Prompt, PromptFailed, Prompts
+from services.prefill_worker.store import Store
+
+SendTokens = Callable[[str, Sequence[TokenDelta]], None]
+Spawn = Callable[[str, Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+HANDED_OVER = "handed_over"
+
+log = structlog.get_logger()
+
+
+class Prefilling:
+    """All prompts of this worker, one task each. It is the engine's listener."""
+
+    def __init__(
+        self,
+        metrics: PrefillMetrics,
+        spawn: Spawn,
+        send_tokens: SendTokens,
+        *,
+        block_size: int,
+        fingerprint: str,
+        max_waiting: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._metrics, self._spawn, self._send_tokens = metrics, spawn, send_tokens
+        self._block_size, self._fingerprint = block_size, fingerprint
+        self._max_waiting, self._clock = max_waiting, clock
+        self.prompts = Prompts()
+        self.recent = RecentRequests()
+        self.is_draining = False
+        self._door = asyncio.Lock()
+        """Its holder is the first in line for blocks; waiters follow in order."""
+        self._room_came = asyncio.Event()
+        self._num_unreserved_tokens = 0
+
+    def attach(self, engine: Engine, outlets: Outlets, store: Store) -> None:
+        """What prompts run on; before the first request."""
+        self._engine, self._outlets, self._store = engine, outlets, store
+
+    @property
+    def num_unreserved_tokens(self) -> int:
+        """Tokens of prompts that the engine does not know of yet."""
+        return self._num_unreserved_tokens
+
+    # What gateways ask
+
+    def take(self, request: Prefill) -> Queued | Refused:
+        """Queue a prompt. Asked twice, it is queued once."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._metrics.refused.labels(refusal.reason.value).inc()
+            return refusal
+        generation = request.generation
+        if self.prompts.get(generation.request_id) is None:
+            span = start_span("prefill", generation.traceparent, request_id=generation.request_id)
+            prompt = Prompt(request, self._clock(), span)
+            self.prompts.add(prompt)
+            self.recent.add(prompt.request_id, self._clock())
+            prompt.task = self._spawn("prompt", self._run(prompt))
+            # Not in `_run`: a task cancelled before its first step never gets there.
+            prompt.task.add_done_callback(lambda _: self._over(prompt))
+        return Queued(num_waiting=len(self.prompts))
+
+    def abort(self, request_id: str) -> None:
+        """Nobody wants it any more. Unknown ids are ignored."""
+        prompt = self.prompts.get(request_id)
+        if prompt is not None and prompt.task is not None:
+            prompt.task.cancel()
+
+    def gateway_gone(self, gateway: str) -> None:
+        """Nobody reads the tokens of these any more."""
+        for prompt in self.prompts.of_gateway(gateway):
+            self.abort(prompt.request_id)
+
+    def outlet_lost(self, outlet: Outlet, reason: str) -> None:
+        """These cannot be handed over there any more; their gateways replay them elsewhere."""
+        for prompt in self.prompts.through(outlet):
+            prompt.fail(FailureReason.PEER_LOST, f"the Link to its decode worker ended: {reason}")
+
+    # What the engine tells
+
+    def on_layer(self, output: LayerOutput) -> None:
+        """See EngineListener: on its way at once, while the next layer is computed."""
+        prompt = self.prompts.get(output.sequence_id)
+        if prompt is None or prompt.outlet is None or not prompt.outlet.is_open:
+            self._engine.release_layer(output)
+            return
+        if prompt.put is not None:
+            prompt.put.collect(output)
+        prompt.outlet.put(prompt, output)
+
+    def on_prompt_done(self, output: TokenOutput) -> None:
+        """See EngineListener: the first token follows its layers."""
+        self._room_came.set()
+        prompt = self.prompts.get(output.sequence_id)
+        if prompt is None or prompt.outlet is None:
+            return
+        started = output.prefill_started_unix_seconds
+        self._metrics.prompt_tokens.inc(prompt.num_tokens)
+        self._metrics.cache_queries.inc(prompt.num_tokens)
+        self._metrics.cache_hits.inc(output.num_cached_tokens)
+        self._metrics.queue_seconds.observe(max(0.0, started - prompt.arrived_at))
+        self._metrics.prefill_seconds.observe(max(0.0, self._clock() - started))
+        prompt.span.set("num_cached_tokens", output.num_cached_tokens)
+        prompt.span.set("queue_seconds", max(0.0, started - prompt.arrived_at))
+        prompt.outlet.put(prompt, output)
+
+    def on_failed(self, failure: SequenceFailed) -> None:
+        """See EngineListener."""
+        self._room_came.set()
+        prompt = self.prompts.get(failure.sequence_id)
+        if prompt is not None:
+            prompt.fail(failure.reason, failure.detail)
+
+    def on_tokens(self, tokens: Sequence[TokenOutput]) -> None:
+        """See EngineListener. Everything here is begun with hand-over, so no tokens come this way."""
+
+    # The way of one prompt
+
+    async def _run(self, prompt: Prompt) -> None:
+        try:
+            await self._hand_over(prompt)
+            prompt.outcome = HANDED_OVER
+        except PromptFailed as failure:
+            prompt.outcome = failure.reason.value
+            self._failed(prompt, failure)
+
+    def _over(self, prompt: Prompt) -> None:
+        """However it ended, nothing of it stays."""
+        self.prompts.remove(prompt)
+        if prompt.outcome != HANDED_OVER:
+            self._engine.abort(prompt.request_id)
+            self._room_came.set()
+        if prompt.put is not None:
+            self._store.end_put(prompt.put)
+        prompt.span.set("outcome", prompt.outcome)
+        prompt.span.end()
+
+    async def _hand_over(self, prompt: Prompt) -> None:
+        """Raises PromptFailed."""
+        request = prompt.request
+        seconds_left = max(0.0, request.generation.deadline_unix_seconds - self._clock())
+        try:
+            async with asyncio.timeout(seconds_left):
+                prompt.outlet = await self._outlets.get(request.decode, request.link_address)
+                reservation = await self._reserve(prompt)
+                num_blocks = await self._load_prefix(prompt, reservation)
+                await self._engine.begin(
+                    prompt.request_id, num_computed_tokens=num_blocks * self._block_size, hand_over=True
+                )
+                await prompt.handed_over
+        except TimeoutError:
+            raise PromptFailed(
+                FailureReason.DEADLINE, "its deadline passed before it was handed over"
+            ) from None
+        except LinkError as error:
+            raise PromptFailed(
+                FailureReason.PEER_LOST, f"its decode worker cannot be reached: {error}"
+            ) from error
+        except EngineError as error:
+            if prompt.handed_over.done():
+                await prompt.handed_over  # What ended it there is the cause.
+            raise PromptFailed(FailureReason.INTERNAL, str(error)) from error
+
+    async def _reserve(self, prompt: Prompt) -> Reservation:
+        """Blocks for the whole prompt, in order of arrival."""
+        self._num_unreserved_tokens += prompt.num_tokens
+        try:
+            async with self._door:
+                while True:
+                    self._room_came.clear()
+                    reservation = await self._engine.reserve(
+                        prompt.request.generation, sequence_id=prompt.request_id, whole_prompt=True
+                    )
+                    if reservation is not None:
+                        return reservation
+                    await self._room_came.wait()
+        finally:
+            self._num_unreserved_tokens -= prompt.num_tokens
+
+    async def _load_prefix(self, prompt: Prompt, reservation: Reservation) -> int:
+        """How many of its first blocks are here after asking the store. Never all: one token is computed."""
+        num_here = reservation.num_cached_blocks
+        if not self._store.is_there:
+            return num_here
+        generation = prompt.request.generation
+        token_ids = unpack_token_ids(generation.token_ids)
+        names = block_names(token_ids, self._block_size, self._fingerprint, generation.cache_salt)
+        num_findable = (num_tokens(generation) - 1) // self._block_size
+
+        async def write(layer: int, blocks: torch.Tensor) -> bool:
+            return await self._engine.write_blocks(prompt.request_id, layer, num_here, blocks)
+
+        num_loaded, num_held = await self._store.load(names[:num_findable], num_here, write)
+        if num_held is not None:
+            prompt.put = self._store.begin_put(names, num_held)
+        return num_loaded
+
+    def _failed(self, prompt: Prompt, failure: PromptFailed) -> None:
+        self._metrics.failed.labels(failure.reason.value).inc()
+        log.info(
+            "prompt_failed", request_id=prompt.request_id, reason=failure.reason.value, detail=failure.detail
+        )
+        if prompt.outlet is not None and prompt.outlet.is_open:
+            header = HandOverFailed(
+                request_id=prompt.request_id, reason=failure.reason, detail=failure.detail[:1000]
+            )
+            prompt.outlet.tell(header)
+            return
+        delta = TokenDelta(
+            request_id=prompt.request_id, index=0, token_ids=(), failure=failure.reason, detail=failure.detail
+        )
+        self._send_tokens(prompt.request.generation.gateway, (delta,))
+
+    def _refusal(self, request: Prefill) -> Refused | None:
+        if self.is_draining:
+            return Refused(reason=RefusalReason.DRAINING, detail="this worker is shutting down")
+        if request.generation.deadline_unix_seconds <= self._clock():
+            return Refused(reason=RefusalReason.DEADLINE, detail="its deadline passed on the way here")
+        if len(self.prompts) >= self._max_waiting:
+            return Refused(
+                reason=RefusalReason.OVERLOADED, detail=f"{self._max_waiting} prompts are waiting already"
+            )
+        return None

@@ -1,0 +1,176 @@
+"""The prefill worker on the bus: takes prompts, follows the roster, keeps leases alive."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from libs.bus.messages.generation import Abort, Prefill, Queued, Refused
+from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.bus.messages.store import FindPrefix
+from libs.bus.port import Subscription
+from libs.engine.engine import Engine
+from libs.model.model import Model
+from libs.runtime.roster import Roster, RosterChange, watch_roster
+from libs.runtime.runtime import Runtime
+from libs.transport.port import Transport
+from libs.worker.settings import WorkerSettings
+from libs.worker.startup import (
+    block_shape_of,
+    describe_instance,
+    engine_settings_of,
+    open_model,
+    open_transport,
+)
+from libs.worker.token_sender import TokenSender
+from services.prefill_worker.metrics import PrefillMetrics
+from services.prefill_worker.outlets import Outlets
+from services.prefill_worker.prefilling import Prefilling
+from services.prefill_worker.settings import PrefillWorkerSettings
+from services.prefill_worker.store import Store
+
+RENEWALS_PER_LEASE = 3
+
+
+class PrefillWorkerService:
+    """One prefill worker. `open_model` and `open_transport` are the parts that a test replaces."""
+
+    def __init__(
+        self,
+        settings: PrefillWorkerSettings,
+        *,
+        open_model: Callable[[WorkerSettings, Runtime], Awaitable[Model]] = open_model,
+        open_transport: Callable[[WorkerSettings, Runtime], Transport] = open_transport,
+    ) -> None:
+        self._settings, self._open_model, self._open_transport = settings, open_model, open_transport
+        self._roster = Roster()
+        self._subscriptions: list[Subscription] = []
+        self._transport: Transport | None = None
+        self._engine: Engine | None = None
+
+    async def open(self, runtime: Runtime) -> None:
+        """Load the model, start the engine, listen for prompts."""
+        self._runtime = runtime
+        self._transport = self._open_transport(self._settings, runtime)
+        model = await self._open_model(self._settings, runtime)
+        runtime.progress("making room for KV")
+        self._engine = await self._start(runtime, model, self._transport)
+        runtime.spawn("engine", self._engine.watch())
+        runtime.spawn("tokens", self._tokens.run())
+        runtime.spawn("store-puts", self._store.send_puts())
+        runtime.spawn("leases", self._renew_leases())
+        runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
+        self._subscriptions.append(await runtime.bus.serve(Prefill, self._prefill, at=runtime.incarnation))
+        self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
+        describe_instance(runtime, self._settings, model)
+
+    async def drain(self) -> None:
+        """Take no more prompts; return when those here are handed over."""
+        self._prefilling.is_draining = True
+        await self._prefilling.prompts.emptied.wait()
+        await self._tokens.wait_sent()
+
+    async def close(self) -> None:
+        """Stop listening, cut the Links, stop the engine."""
+        for subscription in self._subscriptions:
+            await subscription.close()
+        if self._transport is not None:
+            await self._transport.close()
+        if self._engine is not None:
+            await self._engine.close()
+
+    def load(self) -> WorkerLoad:
+        """The engine's figures, and the prompts that it does not know of yet."""
+        load = self._running_engine.load()
+        prefilling = self._prefilling
+        return msgspec.structs.replace(
+            load,
+            num_waiting=max(0, len(prefilling.prompts) - load.num_running),
+            num_reserved=0,
+            num_waiting_tokens=load.num_waiting_tokens + prefilling.num_unreserved_tokens,
+            recent_request_ids=prefilling.recent.ids(time.time()),
+        )
+
+    @property
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the engine starts before anything is asked of it")
+        return self._engine
+
+    async def _start(self, runtime: Runtime, model: Model, transport: Transport) -> Engine:
+        """Everything between the bus and the engine, and the engine itself."""
+        settings = self._settings
+        metrics = PrefillMetrics(runtime.registry)
+        self._tokens = TokenSender(runtime.bus, runtime.incarnation, settings.max_unsent_deltas)
+        self._prefilling = prefilling = Prefilling(
+            metrics,
+            runtime.spawn,
+            self._tokens.send,
+            block_size=settings.block_size,
+            fingerprint=model.fingerprint,
+            max_waiting=settings.max_waiting,
+        )
+        engine = Engine(model, engine_settings_of(settings, model), prefilling)
+        self._outlets = Outlets(
+            transport,
+            runtime.spawn,
+            engine.release_layer,
+            prefilling.outlet_lost,
+            metrics,
+            connect_timeout_seconds=settings.connect_timeout_seconds,
+            send_timeout_seconds=settings.send_timeout_seconds,
+        )
+        self._store = Store(
+            transport,
+            runtime.spawn,
+            self._find_prefix,
+            metrics,
+            settings,
+            block_shape_of(model, settings.block_size),
+            model.config.num_layers,
+        )
+        prefilling.attach(engine, self._outlets, self._store)
+        self._watch_gauges(metrics, engine, transport)
+        await engine.start()
+        return engine
+
+    def _watch_gauges(self, metrics: PrefillMetrics, engine: Engine, transport: Transport) -> None:
+        metrics.num_requests_running.set_function(lambda: engine.load().num_running)
+        metrics.num_requests_waiting.set_function(lambda: self.load().num_waiting)
+        metrics.num_requests_held.set_function(lambda: len(self._prefilling.prompts))
+        metrics.num_used_blocks.set_function(lambda: engine.num_total_blocks - engine.num_free_blocks)
+        metrics.num_blocks.set_function(lambda: engine.num_total_blocks)
+        metrics.cache_usage.set_function(lambda: 1 - engine.num_free_blocks / max(1, engine.num_total_blocks))
+        metrics.num_links.set_function(transport.num_open_links)
+        metrics.num_put_bytes.set_function(lambda: self._store.num_kept_bytes)
+
+    async def _prefill(self, request: Prefill) -> Queued | Refused:
+        answer = self._prefilling.take(request)
+        self._runtime.load_changed()
+        return answer
+
+    def _abort(self, message: Abort) -> None:
+        self._prefilling.abort(message.request_id)
+
+    async def _find_prefix(self, store: str, names: Sequence[bytes]) -> int:
+        held = await self._runtime.bus.request(
+            FindPrefix(names=b"".join(names)),
+            to=store,
+            timeout_seconds=self._settings.store_find_timeout_seconds,
+        )
+        return held.num_blocks
+
+    async def _renew_leases(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(self._settings.lease_seconds / RENEWALS_PER_LEASE)
+            await self._outlets.renew(self._prefilling.prompts.by_decode())
+
+    def _roster_changed(self, change: RosterChange) -> None:
+        for departed in change.departed:
+            if departed.kind is ServiceKind.GATEWAY:
+                self._prefilling.gateway_gone(departed.incarnation)
+            elif departed.kind is ServiceKind.DECODE_WORKER:
+                self._outlets.forget(departed.incarnation)
+        self._store.set_stores(self._roster.ready(ServiceKind.KV_STORE))
