@@ -1,7 +1,8 @@
 """What the mesh needs of a message bus. Two implementations pass one contract suite: NATS and in-memory.
 
-A message type knows its subject (`Message.subject`, with `{to}` for the incarnation it is addressed to) and, if it
-asks something, its answer (`Request[Answer]`). Delivery is at most once; whoever needs an answer asks for one.
+A message type knows its subject (`Message.subject`, with `{to}` for the incarnation it is addressed to) and,
+if it asks something, its answer (`Request[Answer]`). Delivery is at most once; whoever needs an answer asks
+for one.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,11 +28,19 @@ class Request(Message, Generic[Answer], frozen=True, kw_only=True):
 
 
 class BusError(Exception):
-    """The root of the bus's errors: `NotConnected`, `NoResponders`, `RequestTimedOut`, `MessageTooLarge`, `Undecodable`."""
+    """The root of the bus's errors.
+
+    NotConnected, NoResponders, RequestTimedOut, MessageTooLarge, Undecodable, HandlerFailed, Overloaded,
+    PresenceUnavailable
+    """
 
 
 class NotConnected(BusError):
-    """The broker is away; raised at once instead of waiting for the timeout."""
+    """The broker is away; raised at once instead of waiting for the timeout.
+
+    Also raised for a request in flight when the connection breaks: its answer is lost, so it may or may not
+    have been acted on.
+    """
 
 
 class NoResponders(BusError):
@@ -53,14 +62,47 @@ class MessageTooLarge(BusError):
 
 
 class Undecodable(BusError):
-    """The peer sent something that is not the expected type: versions differ, or somebody else uses the subject."""
+    """The peer sent something that is not the expected type: versions differ, or somebody else uses the
+    subject."""
+
+
+class HandlerFailed(BusError):
+    """The peer's handler raised, or its answer could not be sent. The peer has logged why."""
+
+
+class Overloaded(BusError):
+    """A bounded queue is full: the peer's requests, or what waits here for the broker. Try again later."""
+
+
+class PresenceUnavailable(BusError):
+    """The broker keeps no presence: JetStream is off, still starting, or refuses the entry."""
+
+
+class BusCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened on one bus so far (`num_*_total`), and how full it is now."""
+
+    num_reconnects_total: int
+    num_dropped_total: int
+    """Messages that came in faster than their subscription took them."""
+    num_undecodable_total: int
+    num_handlers_failed_total: int
+    num_waiting_messages: int
+    """Received, and not yet taken by a handler."""
+    num_open_requests: int
+    """Asked here, and not yet answered."""
+    num_running_handlers: int
+    """Requests being answered here."""
 
 
 class Subscription(Protocol):
-    """A live subscription; survives reconnects; `close` ends it after the handler in progress."""
+    """A live subscription; survives reconnects."""
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Take no more messages, then wait for the handlers in progress. Idempotent.
+
+        Called by a handler of this very subscription, it does not wait. Requests that no handler has begun
+        are answered with `NoResponders`.
+        """
         ...
 
 
@@ -84,12 +126,22 @@ class Bus(Protocol):
         """What the broker accepts in one message."""
         ...
 
+    @property
+    def counts(self) -> BusCounts:
+        """Figures for metrics; cheap."""
+        ...
+
     async def publish(self, message: Message, *, to: str = "") -> None:
-        """Send without an answer. Raises MessageTooLarge or NotConnected at once, never blocks for long."""
+        """Send without an answer. Raises MessageTooLarge, NotConnected or Overloaded, never blocks for long.
+
+        `to` fills `{to}` in the message's subject: letters, digits, `-` and `_`. ValueError if it does not
+        fit.
+        """
         ...
 
     async def request(self, message: Request[Answer], *, to: str = "", timeout_seconds: float) -> Answer:
-        """Send and wait for the answer."""
+        """Send and wait for the answer. Raises any BusError; all but RequestTimedOut come without waiting
+        for the timeout."""
         ...
 
     async def subscribe(
@@ -100,9 +152,9 @@ class Bus(Protocol):
         at: str = "",
         queue_group: str = "",
     ) -> Subscription:
-        """Call `handler` for each message in order. A handler that is not a coroutine function is called directly
-        (token frames: no task per message). Its exceptions are logged and do not end the subscription.
-        Undecodable messages are counted and logged."""
+        """Call `handler` for each message in order. A handler that is not a coroutine function is called
+        directly (token frames: no task per message). Its exceptions are logged and do not end the
+        subscription. Undecodable messages are counted and logged."""
         ...
 
     async def serve(
@@ -113,12 +165,17 @@ class Bus(Protocol):
         at: str = "",
         queue_group: str = "",
     ) -> Subscription:
-        """Answer requests; each handler runs as a task of its own (bounded in number), so a slow one delays nobody.
-        A handler that raises leaves the asker with `RequestTimedOut`-free, immediate `BusError`."""
+        """Answer requests; each handler runs as a task of its own, so a slow one delays nobody. At most 256
+        run at once, further requests wait, and when too many wait the asker gets `Overloaded`. A handler
+        that raises leaves the asker with an immediate `HandlerFailed`."""
         ...
 
     async def put_presence(self, key: str, value: bytes) -> None:
-        """Write a key that disappears by itself `presence_ttl_seconds` after its last put. Keys: [A-Za-z0-9_-.]."""
+        """Write a key that disappears by itself `presence_ttl_seconds` after its last put. Keys:
+        [A-Za-z0-9_-.].
+
+        Raises NotConnected at once, RequestTimedOut or PresenceUnavailable; putting again repairs
+        everything."""
         ...
 
     async def delete_presence(self, key: str) -> None:
@@ -126,8 +183,10 @@ class Bus(Protocol):
         ...
 
     def watch_presence(self) -> AbstractAsyncContextManager[AsyncIterator[PresenceEntry]]:
-        """All keys as they are, then every put and delete. Expiry may pass unannounced: a watcher keeps its own clock.
-        Goes on through broker restarts, also when the broker comes back empty."""
+        """All keys as they are, then every put and delete. Expiry may pass unannounced: a watcher keeps its
+        own clock. Goes on through broker restarts, also when the broker comes back empty, and tells all keys
+        again after each. Keys that were lost meanwhile are not told: they expire. A slow watcher gets only
+        the latest of each key. Ends with StopAsyncIteration when the bus is closed."""
         ...
 
     async def close(self) -> None:

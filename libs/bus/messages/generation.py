@@ -1,4 +1,5 @@
-"""The conversation that turns a request into tokens: gateway -> router -> decode and prefill worker -> gateway."""
+"""The conversation that turns a request into tokens: gateway -> router -> decode and prefill worker ->
+gateway."""
 
 from typing import ClassVar
 
@@ -19,14 +20,16 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
-    """Incarnations of the two instances. `prefill` is empty where the decode instance runs the prompt itself."""
+    """Incarnations of the two instances. `prefill` is empty where the decode instance runs the prompt
+    itself."""
 
     prefill: str
     decode: str
 
 
 class Place(Request[Placed | Refused], frozen=True, kw_only=True, tag="place"):
-    """Choose a prefill and a decode instance. The router queues this while nobody has room, until the deadline."""
+    """Choose a prefill and a decode instance. The router queues this while nobody has room, until the
+    deadline."""
 
     subject: ClassVar[str] = "kvmesh.router.place"
     answer: ClassVar[object] = Placed | Refused
@@ -42,7 +45,8 @@ class Place(Request[Placed | Refused], frozen=True, kw_only=True, tag="place"):
 
 
 class Unplace(Message, frozen=True, kw_only=True, tag="unplace"):
-    """The gateway no longer wants this placement (client gone while queued, or the reservation was refused)."""
+    """The gateway no longer wants this placement (client gone while queued, or the reservation was
+    refused)."""
 
     subject: ClassVar[str] = "kvmesh.router.unplace"
     request_id: str
@@ -55,7 +59,8 @@ class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
 
 
 class Reserve(Request[Reserved | Refused], frozen=True, kw_only=True, tag="reserve"):
-    """Hold blocks for this sequence; adopt its KV from `prefill`, or run the prompt here where that is empty."""
+    """Hold blocks for this sequence; adopt its KV from `prefill`, or run the prompt here where that is
+    empty."""
 
     subject: ClassVar[str] = "kvmesh.decode.{to}.reserve"
     answer: ClassVar[object] = Reserved | Refused
@@ -80,15 +85,17 @@ class Prefill(Request[Queued | Refused], frozen=True, kw_only=True, tag="prefill
 
 
 class Abort(Message, frozen=True, kw_only=True, tag="abort"):
-    """Nobody wants this sequence any more; free what it holds. Unknown ids are ignored. Addressed to a worker."""
+    """Nobody wants this sequence any more; free what it holds. Unknown ids are ignored. Addressed to a
+    worker."""
 
     subject: ClassVar[str] = "kvmesh.worker.{to}.abort"
     request_id: str
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What one step gave one sequence. `index` is the output index of the first token, counted over all attempts;
-    a gap tells the gateway that a frame was lost. With `finish` or `failure` it is the sequence's last delta."""
+    """What one step gave one sequence. `index` is the output index of the first token, counted over all
+    attempts; a gap tells the gateway that a frame was lost. With `finish` or `failure` it is the sequence's
+    last delta."""
 
     request_id: str
     index: int

@@ -1,0 +1,211 @@
+"""A broker inside the process, with the limits of a real one. The other end of `libs.bus.memory_bus`."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from libs.bus.port import BusError, NotConnected, Overloaded
+from libs.bus.presence_watch import PresenceWatch
+from libs.bus.wire import MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload
+
+MAX_PAYLOAD_BYTES = 2**20
+PRESENCE_TTL_SECONDS = 3.0
+
+
+class MemoryConnection:
+    """What the broker knows of one bus."""
+
+    def __init__(self) -> None:
+        self.is_connected = True
+        self.num_reconnects_total = 0
+        self.num_dropped_total = 0
+        self.open_requests: dict[str, asyncio.Future[bytes]] = {}
+        self.watches: set[PresenceWatch] = set()
+
+
+class MemorySubscription:
+    """A `WireSubscription`: a bounded queue, and a task that hands over."""
+
+    def __init__(
+        self,
+        broker: "MemoryBroker",
+        connection: MemoryConnection,
+        subject: str,
+        queue_group: str,
+        on_payload: OnPayload,
+        *,
+        answers: bool,
+    ) -> None:
+        self._broker, self.connection = broker, connection
+        self.subject, self.queue_group, self.answers = subject, queue_group, answers
+        self._on_payload = on_payload
+        limit = MAX_WAITING_REQUESTS if answers else MAX_WAITING_MESSAGES
+        self._queue: asyncio.Queue[tuple[bytes, str]] = asyncio.Queue(limit)
+        self.task = asyncio.create_task(self._hand_over(), name=f"memory-{subject}")
+
+    @property
+    def num_waiting(self) -> int:
+        """Payloads received and not yet handed over."""
+        return self._queue.qsize()
+
+    def offer(self, payload: bytes, reply: str) -> None:
+        """Take it in, or drop it when full."""
+        try:
+            self._queue.put_nowait((payload, reply))
+        except asyncio.QueueFull:
+            self.connection.num_dropped_total += 1
+            if self.answers and reply:
+                self._broker.refuse(reply, Overloaded(f"too many requests wait on {self.subject}"))
+
+    async def close(self) -> None:
+        """As in `WireSubscription`."""
+        self._broker.remove(self)
+        if asyncio.current_task() is self.task:
+            return
+        joining = asyncio.ensure_future(self._queue.join())
+        await asyncio.wait({joining, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        joining.cancel()
+        self.task.cancel()
+        await asyncio.gather(joining, self.task, return_exceptions=True)
+
+    async def _hand_over(self) -> None:
+        while True:
+            payload, reply = await self._queue.get()
+            try:
+                outcome = self._on_payload(payload, reply)
+                if outcome is not None:
+                    await outcome
+            finally:
+                self._queue.task_done()
+
+
+class MemoryBroker:
+    """Shared by the buses that are to hear each other. `clock` gives seconds, for the expiry of presence."""
+
+    def __init__(
+        self,
+        *,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        presence_ttl_seconds: float = PRESENCE_TTL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_payload_bytes = max_payload_bytes
+        self._ttl_seconds, self._clock = presence_ttl_seconds, clock
+        self._connections: list[MemoryConnection] = []
+        self._subscriptions: dict[str, list[MemorySubscription]] = {}
+        self._presence: dict[str, tuple[bytes, float]] = {}
+        self._turns: dict[tuple[str, str], int] = {}
+
+    def stop(self) -> None:
+        """As if the broker had died: every bus is disconnected."""
+        for connection in self._connections:
+            self.disconnect(connection)
+
+    def start(self, *, keeps_presence: bool = False) -> None:
+        """It is back, by default with an empty store, and every bus is connected again."""
+        if not keeps_presence:
+            self._presence.clear()
+        for connection in self._connections:
+            self.reconnect(connection)
+
+    def connect(self) -> MemoryConnection:
+        """A new bus."""
+        connection = MemoryConnection()
+        self._connections.append(connection)
+        return connection
+
+    def leave(self, connection: MemoryConnection) -> None:
+        """The bus is closed for good."""
+        self.disconnect(connection)
+        with suppress(ValueError):
+            self._connections.remove(connection)
+
+    def disconnect(self, connection: MemoryConnection) -> None:
+        """It hears nothing, and its requests in flight are lost."""
+        connection.is_connected = False
+        for future in connection.open_requests.values():
+            if not future.done():
+                future.set_exception(
+                    NotConnected("the connection to the broker broke; the answer, if any, is lost")
+                )
+
+    def reconnect(self, connection: MemoryConnection) -> None:
+        """Its subscriptions stand again, its watches are told everything again."""
+        if connection.is_connected:
+            return
+        connection.is_connected = True
+        connection.num_reconnects_total += 1
+        for watch in connection.watches:
+            self.fill(watch)
+
+    def add(self, subscription: MemorySubscription) -> None:
+        """From now on it hears its subject."""
+        self._subscriptions.setdefault(subscription.subject, []).append(subscription)
+
+    def remove(self, subscription: MemorySubscription) -> None:
+        """It hears nothing more. Idempotent."""
+        others = [s for s in self._subscriptions.get(subscription.subject, ()) if s is not subscription]
+        if others:
+            self._subscriptions[subscription.subject] = others
+        else:
+            self._subscriptions.pop(subscription.subject, None)
+
+    def route(self, subject: str, payload: bytes, reply: str = "") -> int:
+        """To all, and to one of each queue group in turn; returns to how many."""
+        receivers = list(self._receivers(subject))
+        for subscription in receivers:
+            subscription.offer(payload, reply)
+        return len(receivers)
+
+    def _receivers(self, subject: str) -> Iterator[MemorySubscription]:
+        groups: dict[str, list[MemorySubscription]] = {}
+        for subscription in self._subscriptions.get(subject, ()):
+            if not subscription.connection.is_connected:
+                continue
+            if subscription.queue_group:
+                groups.setdefault(subscription.queue_group, []).append(subscription)
+            else:
+                yield subscription
+        for name, members in groups.items():
+            turn = self._turns.get((subject, name), 0)
+            self._turns[subject, name] = turn + 1
+            yield members[turn % len(members)]
+
+    def answer(self, reply: str, payload: bytes) -> None:
+        """Resolve the request that waits under `reply`; nobody waits any more: nothing happens."""
+        for future in self._waiting(reply):
+            future.set_result(payload)
+
+    def refuse(self, reply: str, error: BusError) -> None:
+        """Fail the request that waits under `reply`."""
+        for future in self._waiting(reply):
+            future.set_exception(error)
+
+    def _waiting(self, reply: str) -> list[asyncio.Future[bytes]]:
+        found = [c.open_requests.get(reply) for c in self._connections]
+        return [f for f in found if f is not None and not f.done()]
+
+    def put_presence(self, key: str, value: bytes) -> None:
+        """Store and tell."""
+        self._presence[key] = (value, self._clock() + self._ttl_seconds)
+        self._tell(key, value)
+
+    def delete_presence(self, key: str) -> None:
+        """Forget and tell."""
+        self._presence.pop(key, None)
+        self._tell(key, None)
+
+    def fill(self, watch: PresenceWatch) -> None:
+        """Tell a watch everything that has not expired."""
+        now = self._clock()
+        self._presence = {k: entry for k, entry in self._presence.items() if entry[1] > now}
+        watch.begin_filling()
+        for key, (value, _) in self._presence.items():
+            watch.filled(key, value)
+
+    def _tell(self, key: str, value: bytes | None) -> None:
+        for connection in self._connections:
+            if connection.is_connected:
+                for watch in connection.watches:
+                    watch.heard(key, value)

@@ -1,0 +1,23 @@
+"""The bus over a NATS broker."""
+
+from libs.bus.nats_connection import NatsConnection
+from libs.bus.nats_presence import NatsPresence
+from libs.bus.typed_bus import TypedBus
+
+PRESENCE_TTL_SECONDS = 3.0
+
+
+class NatsBus(TypedBus):
+    """Made by `connect`. Survives broker restarts: subscriptions, serving, presence and watches go on."""
+
+    @classmethod
+    async def connect(
+        cls, url: str, *, name: str = "", presence_ttl_seconds: float = PRESENCE_TTL_SECONDS
+    ) -> "NatsBus":
+        """Connect to `nats://host:port`; `name` is what the broker's monitoring shows.
+
+        Raises NotConnected at once when no broker answers there.
+        """
+        connection = NatsConnection(url, name)
+        await connection.open()
+        return cls(connection, NatsPresence(connection, presence_ttl_seconds))

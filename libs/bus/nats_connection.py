@@ -1,0 +1,308 @@
+"""The wire over NATS: one logical connection that comes back for ever, and its requests in flight.
+
+Over nats-py this adds what its own `request` lacks: requests in flight fail when the connection breaks
+instead of waiting for their timeouts, and errors travel back as answers.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from libs.bus.nats_subscription import NatsSubscription
+from libs.bus.port import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut
+from libs.bus.wire import MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload, error_named
+
+RECONNECT_SECONDS = 0.1
+PING_SECONDS = 2
+"""Two pings without a pong and the connection is taken for dead: a frozen broker, a network that swallows."""
+
+MAX_UNSENT_BYTES = 2 * 2**20
+ROOM_TIMEOUT_SECONDS = 1.0
+CLOSE_TIMEOUT_SECONDS = 2.0
+_ERROR_HEADER = "Kvmesh-Error"
+_STATUS_HEADER = "Status"
+_NO_RESPONDERS_STATUS = "503"
+
+log = structlog.get_logger()
+
+
+class NatsConnection:
+    """A `Wire`. Opened once with `open`; afterwards it finds the broker again by itself."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.url, self._name = url, name
+        self.client = Client()
+        self._is_opening = False
+        self._is_closed = False
+        self._inbox = ""
+        self._tokens = itertools.count()
+        self._open_requests: dict[str, asyncio.Future[Msg]] = {}
+        self._subscriptions: set[NatsSubscription] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._on_connected: list[Callable[[], None]] = []
+        self._on_lost: list[Callable[[], None]] = []
+        self.num_reconnects_total = 0
+        self.num_dropped_total = 0
+        self._drop_logged_at = float("-inf")
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the broker is reachable now."""
+        return self.client.is_connected
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """What the broker told when it was last reached."""
+        return self.client.max_payload
+
+    @property
+    def num_open_requests(self) -> int:
+        """Asked and not yet answered."""
+        return len(self._open_requests)
+
+    def on_connected(self, listener: Callable[[], None]) -> None:
+        """Call `listener` each time the broker has come back and the subscriptions stand again."""
+        self._on_connected.append(listener)
+
+    def on_lost(self, listener: Callable[[], None]) -> None:
+        """Call `listener` each time the broker is gone."""
+        self._on_lost.append(listener)
+
+    async def open(self) -> None:
+        """Raises NotConnected at once when the broker does not answer."""
+        self._is_opening = True
+        client = Client()
+        try:
+            await client.connect(
+                self.url,
+                name=self._name,
+                error_cb=self._error_came,
+                disconnected_cb=self._was_lost,
+                reconnected_cb=self._was_found,
+                closed_cb=self._was_closed,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RECONNECT_SECONDS,  # type: ignore[arg-type]  # it sleeps for it
+                ping_interval=PING_SECONDS,
+                # `_make_room` bounds what is unsent; nats-py's own way swallows cancellation.
+                pending_size=32 * MAX_UNSENT_BYTES,
+            )
+            self.client, self._inbox = client, client.new_inbox()
+            await client.subscribe(f"{self._inbox}.*", cb=self._answer_came)
+            for subscription in list(self._subscriptions):
+                await subscription.attach(client)
+        except (nats.errors.Error, OSError) as error:
+            await self._close_client(client)
+            raise NotConnected(f"no broker at {self.url}: {error}") from error
+        except BaseException:
+            await self._close_client(client)
+            raise
+        finally:
+            self._is_opening = False
+
+    async def send(self, subject: str, payload: bytes) -> None:
+        """As in `Wire`."""
+        await self._make_room()
+        await self._publish(subject, payload)
+
+    async def ask(self, subject: str, payload: bytes, timeout_seconds: float) -> bytes:
+        """As in `Wire`."""
+        answer = await self.ask_message(subject, payload, timeout_seconds)
+        return answer.data
+
+    async def ask_message(
+        self, subject: str, payload: bytes, timeout_seconds: float, headers: dict[str, str] | None = None
+    ) -> Msg:
+        """`ask`, with NATS headers on the way there and back."""
+        await self._make_room()
+        token = str(next(self._tokens))
+        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._open_requests[token] = future
+        try:
+            await self._publish(subject, payload, f"{self._inbox}.{token}", headers)
+            async with asyncio.timeout(timeout_seconds):
+                answer = await future
+        except TimeoutError:
+            raise RequestTimedOut(f"no answer on {subject} within {timeout_seconds:g} s") from None
+        finally:
+            del self._open_requests[token]
+        if answer.headers:
+            _raise_refusal(answer, answer.headers, subject)
+        return answer
+
+    async def answer(self, reply: str, payload: bytes) -> None:
+        """Sent when the broker is back, if it is away: the asker may still be there."""
+        await self._publish(reply, payload)
+
+    async def refuse(self, reply: str, error: BusError) -> None:
+        """As in `Wire`."""
+        await self._publish(reply, str(error).encode(), headers={_ERROR_HEADER: type(error).__name__})
+
+    async def subscribe(
+        self, subject: str, queue_group: str, on_payload: OnPayload, *, answers: bool
+    ) -> NatsSubscription:
+        """As in `Wire`. When it returns, the broker knows of it, or will when it is back."""
+
+        async def on_message(message: Msg) -> None:
+            outcome = on_payload(message.data, message.reply)
+            if outcome is not None:
+                await outcome
+
+        limit = MAX_WAITING_REQUESTS if answers else MAX_WAITING_MESSAGES
+        subscription = NatsSubscription(self, subject, queue_group, on_message, limit, answers=answers)
+        await self.subscribe_messages(subscription)
+        return subscription
+
+    async def subscribe_messages(self, subscription: NatsSubscription) -> None:
+        """Let it take part in this connection until it is closed."""
+        if self._is_closed:
+            raise NotConnected("this bus is closed")
+        self._subscriptions.add(subscription)
+        await subscription.attach(self.client)
+        if self.is_connected:
+            with suppress(BusError):  # lost meanwhile: nats-py subscribes again by itself
+                await self.round_trip(ROOM_TIMEOUT_SECONDS)
+
+    def forget(self, subscription: NatsSubscription) -> None:
+        """It is closed."""
+        self._subscriptions.discard(subscription)
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """Own a background task until it ends or the connection is closed."""
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    async def round_trip(self, timeout_seconds: float) -> None:
+        """Wait until the broker has taken all that was sent before. Raises NotConnected, RequestTimedOut.
+
+        Not nats-py's `flush`: its pong, when late, ends nats-py's reading.
+        """
+        token = str(next(self._tokens))
+        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._open_requests[token] = future
+        try:
+            await self._publish(f"{self._inbox}.{token}", b"")
+            async with asyncio.timeout(timeout_seconds):
+                await future
+        except TimeoutError:
+            raise RequestTimedOut(f"the broker did not answer within {timeout_seconds:g} s") from None
+        finally:
+            del self._open_requests[token]
+
+    async def close(self) -> None:
+        """As in `Wire`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._fail_open_requests("this bus is closed")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._close_client(self.client)
+
+    async def _close_client(self, client: Client) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                await client.close()
+        except TimeoutError:
+            log.warning("bus_not_flushed", url=self.url, timeout_seconds=CLOSE_TIMEOUT_SECONDS)
+
+    async def _publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        try:
+            await self.client.publish(subject, payload, reply=reply, headers=headers)
+        except nats.errors.OutboundBufferLimitError as error:
+            raise Overloaded(f"{self.client.pending_data_size} bytes wait for the broker") from error
+        except nats.errors.Error as error:
+            raise NotConnected(f"not sent to {subject}: {error}") from error
+
+    async def _make_room(self) -> None:
+        """Wait while too much is unsent, but not for long."""
+        if self.client.pending_data_size < MAX_UNSENT_BYTES:
+            return
+        try:
+            await self.round_trip(ROOM_TIMEOUT_SECONDS)
+        except RequestTimedOut as error:
+            raise Overloaded(f"{self.client.pending_data_size} bytes wait for the broker") from error
+
+    async def _answer_came(self, message: Msg) -> None:
+        future = self._open_requests.get(message.subject.rpartition(".")[2])
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _fail_open_requests(self, why: str) -> None:
+        for future in self._open_requests.values():
+            if not future.done():
+                future.set_exception(NotConnected(why))
+
+    async def _error_came(self, error: Exception) -> None:
+        if self._is_opening:
+            raise NotConnected(
+                f"no broker at {self.url}: {error}"
+            ) from error  # ends nats-py's endless first try
+        if isinstance(error, nats.errors.SlowConsumerError):
+            await self._was_dropped(error)
+        else:
+            log.debug("broker_connection_failed", url=self.url, error=repr(error))
+
+    async def _was_dropped(self, error: nats.errors.SlowConsumerError) -> None:
+        self.num_dropped_total += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._drop_logged_at >= 1.0:
+            self._drop_logged_at = now
+            log.warning("messages_dropped", subject=error.subject, num_dropped_total=self.num_dropped_total)
+        if error.reply and any(s.answers and s.is_of(error.sub) for s in self._subscriptions):
+            with suppress(BusError):
+                await self.refuse(error.reply, Overloaded(f"too many requests wait on {error.subject}"))
+
+    async def _was_lost(self) -> None:
+        if self._is_opening or self._is_closed:
+            return
+        log.warning("broker_lost", url=self.url)
+        self._fail_open_requests("the connection to the broker broke; the answer, if any, is lost")
+        for listener in self._on_lost:
+            listener()
+
+    async def _was_found(self) -> None:
+        self.num_reconnects_total += 1
+        log.info("broker_found", url=self.url)
+        for listener in self._on_connected:
+            listener()
+
+    async def _was_closed(self) -> None:
+        """nats-py gives up for good on some errors that the broker sends. We do not."""
+        if not self._is_opening and not self._is_closed:
+            log.error("broker_refused", url=self.url, error=repr(self.client.last_error))
+            for subscription in self._subscriptions:
+                subscription.client_gone()
+            self.keep(asyncio.create_task(self._reopen(), name="bus-reopen"))
+
+    async def _reopen(self) -> None:
+        while True:
+            await asyncio.sleep(RECONNECT_SECONDS)
+            try:
+                await self.open()
+            except NotConnected as error:
+                log.debug("broker_connection_failed", url=self.url, error=str(error))
+            else:
+                await self._was_found()
+                return
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("bus_task_crashed", task=task.get_name(), exc_info=error)
+
+
+def _raise_refusal(answer: Msg, headers: dict[str, str], subject: str) -> None:
+    if headers.get(_STATUS_HEADER) == _NO_RESPONDERS_STATUS:
+        raise NoResponders(f"nobody serves {subject}")
+    if name := headers.get(_ERROR_HEADER):
+        raise error_named(name, answer.data.decode("utf-8", "replace"))
