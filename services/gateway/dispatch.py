@@ -21,7 +21,10 @@ from libs.bus.port import (
     Request,
     RequestTimedOut,
 )
-from libs.request.outcome import FailureReason
+from libs.bus.port import (
+    Overloaded as BusOverloaded,
+)
+from libs.request.outcome import FailureReason, RefusalReason
 from services.gateway.live_sessions import LiveSessions
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.readmission import (
@@ -188,6 +191,8 @@ class Dispatch:
             raise TooLargeForBroker(error.size_bytes, error.limit_bytes) from error
         except NotConnected as error:
             return Unreachable(ROUTER, f"the message broker is away: {error}")
+        except BusOverloaded as error:
+            return RefusedBy(who, Refused(reason=RefusalReason.OVERLOADED, detail=str(error)))
         except (NoResponders, RequestTimedOut, BusError) as error:
             return Unreachable(
                 who, f"no answer to {type(message).__name__} from {who or 'the router'}: {error}"
