@@ -26,13 +26,17 @@ class Linear(Protocol):
         """`residual + (x @ weight.T + bias)`, a new tensor, rounded once."""
         ...
 
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """`x @ weight.T + bias` as float32 `[M, N]`: logits are not rounded to x's dtype."""
+        ...
+
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows `[T, K]` of the weight by int64 `[T]`: an embedding tied to this product needs no second copy."""
+        """Rows `[T, K]` of the weight by int64 `[T]`: an embedding tied to this product needs no copy."""
         ...
 
 
 class GatedLinear(Protocol):
-    """`x [M, K] -> silu(x @ gate.T) * (x @ up.T) [M, ff]`, gate and up packed by rows in a weight `[2 * ff, K]`."""
+    """`x [M, K] -> silu(x @ gate.T) * (x @ up.T) [M, ff]`, gate above up in one weight `[2 * ff, K]`."""
 
     @property
     def weight(self) -> torch.Tensor:

@@ -20,6 +20,10 @@ class TorchLinear:
         """`residual + self(x)`."""
         return residual + self(x)
 
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        """`self(x)` as float32 (torch's product rounds to x's dtype first)."""
+        return self(x).to(torch.float32)
+
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of the weight."""
         return torch.nn.functional.embedding(indices, self.weight)

@@ -21,11 +21,11 @@ class AttentionBatch:
     """
 
     block_tables: torch.Tensor
-    """int32 `[num_sequences, max_blocks]`: the cache blocks of each sequence in order; the rest is not read."""
+    """int32 `[num_sequences, max_blocks]`: the blocks of each sequence in order; the rest is not read."""
     context_lens: torch.Tensor
     """int32 `[num_sequences]`: tokens in the cache, those of this step included."""
     query_starts: torch.Tensor
-    """int32 `[num_sequences + 1]`: row of each sequence's first query; the last entry is the number of rows."""
+    """int32 `[num_sequences + 1]`: row of each sequence's first query, and the number of rows."""
     max_query_len: int
     max_context_len: int
 
@@ -51,7 +51,7 @@ class PagedAttention(Protocol):
 def merge_attended(
     outputs: list[torch.Tensor], lses: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over several parts of a context from each part's output and log-sum-exp (arXiv 2205.14135)."""
+    """Attention over a whole context from its parts' outputs and log-sum-exps."""
     stacked = torch.stack(lses)
     lse = torch.logsumexp(stacked, dim=0)
     weights = torch.exp(stacked - lse.masked_fill(lse.isneginf(), 0.0))

@@ -1,17 +1,47 @@
 """RMS norm on whatever device the tensors are."""
 
+import functools
+from typing import Protocol
+
 import torch
 
+from kernels.native.library import native_library
 from kernels.rms_norm import reference
+from kernels.rms_norm.cpu import NativeRmsNorm
+
+
+class RmsNorm(Protocol):
+    """What every implementation offers; the functions of this module say what they do."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `rms_norm` of this module."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `add_rms_norm` of this module."""
+        ...
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of `[T, d]` or `[T, H, hd]` over the last dim; computed in float32, rounded once to x's dtype."""
-    return reference.rms_norm(x, weight, eps)
+    """RMS norm of `[T, d]` or `[T, H, hd]` over the last dim, in float32, rounded once to x's dtype.
+
+    Any stride in dim 0 is fine; the result is contiguous.
+    """
+    return choose_rms_norm(x.is_cuda).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(rms_norm(x + residual), x + residual)`."""
-    return reference.add_rms_norm(x, residual, weight, eps)
+    """`(rms_norm(total), total)` with `total = x + residual` rounded to x's dtype."""
+    return choose_rms_norm(x.is_cuda).add_rms_norm(x, residual, weight, eps)
+
+
+@functools.cache
+def choose_rms_norm(is_cuda: bool) -> RmsNorm:
+    """The fastest implementation that runs here."""
+    if is_cuda or (library := native_library()) is None:
+        return reference
+    return NativeRmsNorm(library)
