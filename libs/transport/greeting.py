@@ -105,14 +105,13 @@ class Door:
         return not self._is_closed and len(self._links) < MAX_UNACCEPTED_LINKS
 
     def knock(self, me: Identity, line: Line, prepare: Prepare) -> None:
-        """Somebody connected: shake hands beside everything else, or refuse at once."""
+        """Somebody connected: shake hands beside everything else, or hang up at once."""
         if self.has_room() and len(self._handshakes) < MAX_HANDSHAKES:
             task = asyncio.get_running_loop().create_task(self._run(_answer(me, line, self, prepare)))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
         else:
             self.refuse("too many handshakes at once, or too many Links wait to be accepted")
-            line.send(handshake.refusal("busy"))
             line.close()
 
     async def _run(self, handshaking: Coroutine[None, None, None]) -> None:

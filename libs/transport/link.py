@@ -237,7 +237,7 @@ class PeerLink:
         """The Link is over: fail all that waits on it. Only the first call counts."""
         if self._end is not None:
             return
-        self._end = error
+        self._end = LinkLost("this side closed the Link") if self._is_closing else error
         unfinished = [*self._posted, *self._queued]
         self._posted.clear()
         self._queued.clear()

@@ -90,7 +90,7 @@ class PacketSocket:
         """See greeting.Line."""
         while not self._received:
             if self._is_over:
-                raise LinkLost("the peer hung up in the handshake")
+                raise LinkLost("the peer hung up in the handshake: it ended, or it is busy")
             self._waiter = self._loop.create_future()
             await self._waiter
         packet = self._received.popleft()

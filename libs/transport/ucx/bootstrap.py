@@ -88,7 +88,7 @@ class Lifeline(asyncio.Protocol):
                 del self._received[: 4 + size]
                 return packet
             if self._is_over:
-                raise LinkLost("the peer hung up in the handshake")
+                raise LinkLost("the peer hung up in the handshake: it ended, or it is busy")
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
