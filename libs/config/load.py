@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -94,5 +94,10 @@ def load_settings_or_exit(
         print(help_asked)
         raise SystemExit(0) from None
     except SettingsError as error:
-        print(f"{service_name}: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_BAD_SETTINGS) from None
+        exit_for(error, service_name)
+
+
+def exit_for(error: SettingsError, service_name: str) -> NoReturn:
+    """End the process with one line and exit code 2."""
+    print(f"{service_name}: {error}", file=sys.stderr)
+    raise SystemExit(EXIT_BAD_SETTINGS) from None

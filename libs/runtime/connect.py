@@ -1,19 +1,35 @@
 """Finding the broker at start: services come up in any order, so its absence is waited out, not an error."""
 
 import asyncio
+from urllib.parse import urlsplit
 
 import structlog
 
 from libs.bus.nats_bus import NatsBus
 from libs.bus.port import Bus, BusError
+from libs.config.errors import BadSetting
 
 RETRY_SECONDS = 0.5
+
+_SCHEMES = ("nats", "tls", "ws", "wss")
 
 log = structlog.get_logger()
 
 
+def check_url(url: str) -> None:
+    """Whether this can be a broker's address at all. Raises BadSetting."""
+    try:
+        parts = urlsplit(url if "://" in url else f"nats://{url}")
+        is_fine = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # what `port` raises for anything but a port
+        is_fine = False
+    if not is_fine or set(url) & set(" ,\t\n"):
+        raise BadSetting("--nats-server (or NATS_SERVER)", url, "an address like nats://host:4222")
+
+
 async def connect_bus(url: str, name: str, stopped: asyncio.Event) -> Bus | None:
-    """Connect, trying until the broker answers; None when `stopped` was set before it did."""
+    """Connect, trying until the broker answers; None when `stopped` was set first. Raises BadSetting."""
+    check_url(url)
     is_first_failure = True
     while not stopped.is_set():
         try:

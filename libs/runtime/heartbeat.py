@@ -19,15 +19,16 @@ MIN_LOAD_GAP_SECONDS = 0.02
 log = structlog.get_logger()
 
 
-async def beat(runtime: Runtime) -> NoReturn:
+async def beat(runtime: Runtime, ended: asyncio.Event) -> None:
     """Put this process's presence every half second and at once when it changes.
 
     A broker that is away, or that came back empty, needs nothing special: the next beat puts the entry again.
+    Ends soon after `ended` is set: a bus may swallow a cancellation; one beat more would undo the good-bye.
     """
     changed = asyncio.Event()
     runtime.on_presence_changed(changed.set)
     was_heard = True
-    while True:
+    while not ended.is_set():
         changed.clear()
         try:
             await runtime.bus.put_presence(runtime.incarnation, msgspec.msgpack.encode(runtime.presence))

@@ -11,7 +11,7 @@ from libs.bus.port import BusError
 from libs.config.errors import SettingsError
 from libs.config.load import EXIT_BAD_SETTINGS
 from libs.runtime.heartbeat import beat, report_load
-from libs.runtime.runtime import Runtime
+from libs.runtime.runtime import Runtime, end_tasks
 
 CLOSE_TIMEOUT_SECONDS = 10.0
 EXIT_CRASHED = 1
@@ -58,7 +58,8 @@ class Stop:
 
 async def live(service: Service, runtime: Runtime, stop: Stop, *, drain_timeout_seconds: float) -> int:
     """Live one life; returns the exit code: 0 when asked to end, 1 when something broke and was logged."""
-    heartbeat = asyncio.create_task(beat(runtime), name="heartbeat")
+    ended = asyncio.Event()
+    heartbeat = asyncio.create_task(beat(runtime, ended), name="heartbeat")
     try:
         if (exit_code := await _open(service, runtime, stop)) is not None:
             return exit_code
@@ -71,8 +72,8 @@ async def live(service: Service, runtime: Runtime, stop: Stop, *, drain_timeout_
         runtime.become(ServiceState.DRAINING, "closing")
         await runtime.cancel_spawned()
         await _bounded("close", service.close(), CLOSE_TIMEOUT_SECONDS)
-        heartbeat.cancel()
-        await asyncio.gather(heartbeat, return_exceptions=True)
+        ended.set()
+        await end_tasks([heartbeat])
         await _bounded("good-bye", _say_good_bye(runtime), 1.0)
 
 

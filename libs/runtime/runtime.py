@@ -1,7 +1,7 @@
 """What a service is given to live with: identity, bus, metrics, and a way to tell others about itself."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry
 from libs.bus.messages.presence import Presence, ServiceState
 from libs.bus.port import Bus
 from libs.runtime.identity import Identity
+
+_NUM_CANCELLATIONS, _CANCELLATION_SECONDS = 3, 1.0
 
 log = structlog.get_logger()
 
@@ -94,7 +96,16 @@ class Runtime:
 
     async def cancel_spawned(self) -> None:
         """End all background tasks and wait for them. Idempotent."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        await end_tasks(self._tasks)
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel and wait, in a bound: some libraries swallow a cancellation, so it is said more than once."""
+    pending = set(tasks)
+    for _ in range(_NUM_CANCELLATIONS):
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=_CANCELLATION_SECONDS)
+    if pending:
+        log.warning("tasks_not_ended", tasks=[task.get_name() for task in pending])

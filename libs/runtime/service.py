@@ -11,8 +11,9 @@ import uvloop
 
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.bus.port import Bus
-from libs.config.load import load_settings_or_exit
-from libs.runtime.connect import connect_bus
+from libs.config.errors import SettingsError
+from libs.config.load import exit_for, load_settings_or_exit
+from libs.runtime.connect import check_url, connect_bus
 from libs.runtime.http_server import AddressInUse, HttpServer
 from libs.runtime.identity import Identity, new_identity
 from libs.runtime.life import EXIT_CRASHED, Service, Stop, live
@@ -40,6 +41,10 @@ def run_service(
     parent = Parent(os.environ)
     if parent.is_gone:
         raise SystemExit(EXIT_CRASHED)  # it died before its death could be signalled to us
+    try:
+        check_url(settings.nats_server)
+    except SettingsError as error:
+        exit_for(error, kind.value)
     raise SystemExit(
         uvloop.run(_run(new_identity(kind, settings.name), settings, build, serves_probes, parent))
     )

@@ -14,7 +14,7 @@ import structlog
 LogFormat = Literal["auto", "json", "console"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-_NOISY_LIBRARIES = ("httpx", "httpcore", "asyncio", "urllib3", "nats")
+_NOISY_LIBRARIES = ("httpx", "httpcore", "asyncio", "urllib3", "nats", "uvicorn")
 
 
 def configure_logs(

@@ -11,6 +11,7 @@ import msgspec
 
 from libs.config.known import KNOWN_FIELDS
 from libs.config.load import load_settings
+from libs.runtime.connect import check_url
 from libs.runtime.signals import PARENT_VARIABLE
 from services.up.pass_on import split_flags
 from services.up.plan import WORKERS, Child, children_environment, plan_children, share_threads
@@ -37,6 +38,8 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> Prepared:
     """Raises SettingsError, HelpAsked, NotStartable."""
     own_argv, passed_on = split_flags(argv, UpSettings.__struct_fields__, KNOWN_FIELDS)
     settings = load_settings(UpSettings, own_argv, {**environ, **passed_on}, "up")
+    if settings.nats_server:
+        check_url(settings.nats_server)
     state_dir = Path(settings.state_dir).expanduser().absolute()
     settings = msgspec.structs.replace(settings, state_dir=str(state_dir))
     childrens = {

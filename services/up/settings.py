@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from libs.model.source import DEFAULT_MODEL
+
 
 def default_state_dir() -> str:
     """$XDG_STATE_HOME/kvmesh, or ~/.local/state/kvmesh."""
@@ -19,7 +21,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: Annotated[
         str, Meta(description="a GGUF file, a Hugging Face directory, or the name of a model", min_length=1)
-    ] = "smollm2-135m-instruct"
+    ] = DEFAULT_MODEL
     prefill: Annotated[
         int, Meta(description="prefill workers; 0: decode workers run prompts", ge=0, le=64)
     ] = 1

@@ -1,12 +1,14 @@
 """The one list of known names holds what the services really have."""
 
 import importlib
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
 import services
+from libs.config.fields import settings_of
 from libs.config.known import KNOWN_FIELDS, KNOWN_TABLES, KNOWN_VARIABLES
 from libs.runtime.signals import PARENT_VARIABLE
 
@@ -30,10 +32,16 @@ def test_every_setting_of_every_service_is_known_to_all(program: str) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_setting_says_what_it_means(program: str) -> None:
-    from libs.config.fields import settings_of
-
     (struct,) = settings_structs(program)
     assert [s.name for s in settings_of(struct).values() if not s.description] == []
+
+
+def test_every_variable_that_the_source_names_is_known() -> None:
+    root = Path(next(iter(services.__path__))).parent
+    sources = [p for folder in ("services", "libs", "kernels") for p in (root / folder).rglob("*.py")]
+    named = {name for p in sources for name in re.findall(r"KVMESH_[A-Z0-9_]*[A-Z0-9]", p.read_text())}
+    fields = {"KVMESH_" + field.upper() for field in KNOWN_FIELDS}
+    assert named - fields - KNOWN_VARIABLES == set()
 
 
 def test_what_programs_pass_to_their_children_is_no_unknown_variable() -> None:
