@@ -135,6 +135,7 @@ class Dispatch:
         finally:
             self._live.detach(attempt)
             attempt.is_over = True
+            history.num_begun += attempt.is_begun
             await self._release(session, attempt)
 
     async def _place(
@@ -161,7 +162,6 @@ class Dispatch:
         )
         if reserved is None or isinstance(reserved, RefusedBy | Unreachable):
             return reserved
-        history.num_begun += 1
         attempt.is_begun, attempt.last_heard_seconds = True, time.monotonic()
         if not placed.prefill:
             return None

@@ -125,6 +125,7 @@ class Session:
         if attempt is None or attempt.is_over:
             return 0
         attempt.last_heard_seconds, attempt.num_idle_reports = now, 0
+        attempt.is_begun = True
         attempt.is_ended_by_worker = delta.finish is not None or delta.failure is not None
         if delta.failure is not None:
             suspect = "" if attempt.has_tokens else attempt.prefill

@@ -200,6 +200,7 @@ class Mesh:
     )
     gateway: Presence | None = None
     stop: Stop | None = None
+    gateway_bus: Bus | None = None
     clients: list[openai.AsyncOpenAI] = field(default_factory=list)
 
     async def open(self) -> None:
