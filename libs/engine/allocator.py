@@ -88,7 +88,7 @@ class BlockAllocator:
         return sum(1 for block in blocks if self._references[block] == 1)
 
     def name(self, block: int, name: bytes) -> None:
-        """Makes a held block findable. A name that another block has stays with that one."""
+        """Makes a held block findable. A block keeps its first name, a name its first block."""
         if name not in self._block_of and block not in self._name_of:
             self._block_of[name] = block
             self._name_of[block] = name

@@ -1,0 +1,106 @@
+import threading
+
+import pytest
+
+from libs.engine.hand_over import HandOverBudget
+from libs.engine.mailbox import Mailbox
+from libs.engine.meter import Meter
+from libs.engine.settings import EngineSettings, pool_blocks
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_busy_share_and_rate_cover_the_last_second_only() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+    for _ in range(4):
+        meter.begin()
+        clock.now += 0.125
+        meter.end(10)
+        clock.now += 0.125
+    assert meter.rates() == (0.5, 40.0)
+    clock.now += 0.5
+    assert meter.rates() == (0.25, 20.0)
+    clock.now += 10
+    assert meter.rates() == (0.0, 0.0)
+
+
+def test_a_step_that_still_runs_is_busy_time() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+    meter.begin()
+    clock.now += 0.25
+    assert meter.rates() == (0.25, 0.0)
+    clock.now += 5
+    assert meter.rates() == (1.0, 0.0)
+    meter.end(50)
+    assert meter.rates()[0] == 1.0
+    assert meter.rates()[1] == pytest.approx(50 / 5.25)
+
+
+def test_looking_for_work_in_vain_is_not_busy() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+    meter.begin()
+    clock.now += 0.5
+    meter.end(0)
+    assert meter.rates() == (0.0, 0.0)
+
+
+def test_a_mailbox_keeps_order_and_wakes_its_taker() -> None:
+    mailbox = Mailbox[int]()
+    taken: list[int] = []
+    waiting = threading.Thread(target=lambda: taken.extend(mailbox.take_all(wait=True)))
+    waiting.start()
+    mailbox.put(1)
+    waiting.join(timeout=10)
+    assert taken == [1]
+    assert mailbox.take_all(wait=False) == []
+    assert mailbox.take_all(wait=True, timeout_seconds=0.001) == []
+
+
+def test_only_the_first_wanted_items_are_taken_ahead() -> None:
+    mailbox = Mailbox[int]()
+    for number in (2, 4, 5, 6):
+        mailbox.put(number)
+    assert mailbox.take_while(lambda number: number % 2 == 0) == [2, 4]
+    assert mailbox.take_all(wait=False) == [5, 6]
+
+
+def test_settings_are_checked_and_size_the_pool() -> None:
+    assert pool_blocks(EngineSettings(max_model_len=8, num_blocks=3), block_bytes=1000) == 3
+    assert pool_blocks(EngineSettings(max_model_len=8, kv_memory_bytes=2999), block_bytes=1000) == 2
+    with pytest.raises(ValueError, match="below one block"):
+        pool_blocks(EngineSettings(max_model_len=8, kv_memory_bytes=999), block_bytes=1000)
+    for wrong in (
+        {"max_model_len": 0},
+        {"max_model_len": 1, "block_size": 0},
+        {"max_model_len": 1, "num_blocks": 0},
+    ):
+        with pytest.raises(ValueError, match="at least 1"):
+            EngineSettings(**wrong)
+    assert EngineSettings(max_model_len=8, max_num_seqs=9, max_num_batched_tokens=4).num_step_seqs == 4
+
+
+def test_the_hand_over_budget_lets_one_block_leave_when_nothing_is_out() -> None:
+    import torch
+
+    from libs.engine.outputs import LayerOutput
+
+    budget = HandOverBudget(limit_bytes=100, block_bytes=64)
+    assert budget.num_blocks == 1
+    budget.set_limit(10)
+    assert budget.num_blocks == 1
+    output = LayerOutput("r", 0, 0, torch.zeros(64, dtype=torch.uint8))
+    budget.take(output)
+    assert budget.num_blocks == 0
+    budget.set_limit(64 * 3)
+    assert budget.num_blocks == 2
+    budget.release(output)
+    budget.release(output)
+    assert (budget.out_bytes, budget.num_blocks) == (0, 3)
