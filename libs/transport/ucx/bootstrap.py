@@ -4,6 +4,7 @@ lifeline: the kernel closes it when either process dies, whatever UCX runs over.
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import cast
 from urllib.parse import urlsplit
 
 from libs.transport.handshake import MAX_PACKET_BYTES
@@ -47,8 +48,8 @@ class Lifeline(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # Not by isinstance: uvloop's transports behave as asyncio.Transport without deriving from it.
+        self._transport = cast("asyncio.Transport", transport)
         _keep_alive(transport.get_extra_info("socket"))
         if self._on_connected is not None:
             self._on_connected(self)
