@@ -1,6 +1,7 @@
 """An ASGI app served inside this process's event loop: uvicorn without its own signal handlers."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -64,4 +65,9 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise AddressInUse(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise AddressInUse(f"cannot listen on {host}:{port}: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    """asyncio and socket put their own words around it; resolvers have negative numbers."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

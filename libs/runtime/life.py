@@ -82,8 +82,7 @@ async def _open(service: Service, runtime: Runtime, stop: Stop) -> int | None:
     opening = asyncio.create_task(service.open(runtime), name="open")
     await _first(opening, stop.asked.wait(), runtime.wait_crashed())
     if not opening.done():
-        opening.cancel()
-        await asyncio.gather(opening, return_exceptions=True)
+        await end_tasks([opening])
         return 0 if stop.asked.is_set() else EXIT_CRASHED
     error = opening.exception()
     if isinstance(error, SettingsError):

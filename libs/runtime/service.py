@@ -20,12 +20,15 @@ from libs.runtime.life import EXIT_CRASHED, Service, Stop, live
 from libs.runtime.probes import probe_app
 from libs.runtime.runtime import Runtime
 from libs.runtime.settings import RuntimeSettings
-from libs.runtime.signals import Parent, stop_on_signals
+from libs.runtime.signals import Parent, end_at_latest_after, stop_on_signals
 from libs.telemetry.logs import configure_logs
 from libs.telemetry.metrics import new_registry
 from libs.telemetry.traces import configure_traces
 
 S = TypeVar("S", bound=RuntimeSettings)
+
+_LEAVE_SECONDS = 1.0
+"""What the interpreter may take to leave: it would wait for a thread that still loads weights."""
 
 log = structlog.get_logger()
 
@@ -62,11 +65,13 @@ async def _run(
     if bus is None:
         return 0
     try:
-        return await live_on(bus, identity, settings, build(settings), stop, serves_probes=serves_probes)
+        exit_code = await live_on(bus, identity, settings, build(settings), stop, serves_probes=serves_probes)
     finally:
         await bus.close()
         tracing.close()
-        log.info("service_ended")
+    log.info("service_ended", exit_code=exit_code)
+    end_at_latest_after(_LEAVE_SECONDS, exit_code)
+    return exit_code
 
 
 async def live_on(

@@ -38,15 +38,15 @@ def stop_on_signals(stop: Stop, parent: Parent, *, drain_timeout_seconds: float)
             os._exit(128 + number)
         stop.skip_drain = parent.is_gone
         log.info("stop_asked", signal=number.name, parent_gone=stop.skip_drain)
-        _end_at_latest_after(drain_timeout_seconds + CLOSE_TIMEOUT_SECONDS + 5)
+        end_at_latest_after(drain_timeout_seconds + CLOSE_TIMEOUT_SECONDS + 5, 1)
         stop.asked.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked, number)
 
 
-def _end_at_latest_after(seconds: float) -> None:
-    """Native code that hangs must not keep a process that was asked to end."""
-    watchdog = threading.Timer(seconds, os._exit, args=[1])
+def end_at_latest_after(seconds: float, exit_code: int) -> None:
+    """Native code that hangs, or a thread that still loads, must not keep a process whose life is over."""
+    watchdog = threading.Timer(seconds, os._exit, args=[exit_code])
     watchdog.daemon = True
     watchdog.start()

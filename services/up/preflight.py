@@ -4,7 +4,7 @@ import fcntl
 import importlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -12,6 +12,7 @@ import msgspec
 
 from libs.bus.messages.presence import ServiceKind
 from libs.config.errors import SettingsError
+from libs.config.fields import flag_of
 from libs.config.load import load_settings
 from libs.model.errors import ModelError
 from libs.model.source import find_model
@@ -29,7 +30,7 @@ def check_port(host: str, port: int) -> int:
         with socket.create_server((host, port), family=family) as probe:
             return int(probe.getsockname()[1])
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise NotStartable(f"cannot listen on {host}:{port}: {reason}; choose another --port") from error
 
 
@@ -41,8 +42,13 @@ def check_model(name: str) -> None:
         raise NotStartable(str(error)) from error
 
 
-def check_settings(children: list[Child], environ: Mapping[str, str]) -> dict[str, msgspec.Struct]:
-    """What each child would read, by its name, with the very code that it will use. Raises NotStartable."""
+def check_settings(
+    children: list[Child], environ: Mapping[str, str], passed_on: Collection[str]
+) -> dict[str, msgspec.Struct]:
+    """What each child would read, by its name, with the very code that it will use.
+
+    `passed_on` names the variables that were flags of `up`. Raises NotStartable.
+    """
     read: dict[str, msgspec.Struct] = {}
     for child in children:
         try:
@@ -50,8 +56,16 @@ def check_settings(children: list[Child], environ: Mapping[str, str]) -> dict[st
                 settings_type(child.kind), child.flags, environ, child.kind.value
             )
         except SettingsError as error:
-            raise NotStartable(f"{child.name}: {error}") from error
+            raise NotStartable(f"{child.name}: {_as_flags(str(error), passed_on)}") from error
     return read
+
+
+def _as_flags(said: str, passed_on: Collection[str]) -> str:
+    """An error about a variable that a person wrote as a flag, told as one about the flag."""
+    for variable in passed_on:
+        flag = flag_of(variable.removeprefix("KVMESH_").lower())
+        said = said.replace(f"environment variable {variable}:", f"flag {flag}:")
+    return said
 
 
 def settings_type(kind: ServiceKind) -> type[msgspec.Struct]:

@@ -47,7 +47,7 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> Prepared:
         **children_environment(settings, environ, passed_on, secret=secrets.token_hex(16)),
         PARENT_VARIABLE: str(os.getpid()),
     }
-    read = check_settings(plan_children(settings, port=settings.port), childrens)
+    read = check_settings(plan_children(settings, port=settings.port), childrens, passed_on)
     check_model(settings.model)
     lock = lock_state_dir(state_dir)
     try:

@@ -55,7 +55,7 @@ class Watch:
     def _show(self, presence: Presence) -> None:
         name, before = presence.name, self._states[presence.name]
         self._states[name] = presence.state
-        if presence.state is ServiceState.STARTING:
+        if presence.state is ServiceState.STARTING and (presence.detail or before is None):
             self._display.busy(name, presence.detail or "starting")
         elif presence.state is ServiceState.READY and before is not ServiceState.READY:
             self._mesh.became_ready(name)

@@ -19,14 +19,16 @@ from libs.bus.nats_server import NatsServer
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, sys, time
 from libs.bus.messages.presence import ServiceKind
 from libs.runtime.service import run_service
 from libs.runtime.settings import RuntimeSettings
 
 class Example:
     def __init__(self, settings): pass
-    async def open(self, runtime): print("opened", flush=True)
+    async def open(self, runtime):
+        if "loading" in sys.orig_argv[-1]: await asyncio.to_thread(time.sleep, 600)
+        print("opened", flush=True)
     async def drain(self):
         print("draining", flush=True)
         if "slow" in sys.orig_argv[-1]: await asyncio.sleep(600)
@@ -147,6 +149,16 @@ async def test_waiting_for_a_broker_can_be_ended(tmp_path: Path) -> None:
         await logs(process, "broker_awaited")
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+
+
+async def test_a_thread_that_still_loads_does_not_keep_a_process_that_was_asked_to_end(
+    tmp_path: Path,
+) -> None:
+    async with broker(tmp_path) as nats, started(nats.url, "--name", "loading") as process:
+        await presence_with(nats.url, ServiceState.STARTING)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
 
 
 @pytest.mark.parametrize(
