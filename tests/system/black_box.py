@@ -89,6 +89,8 @@ class Mesh:
         """Everything that requests hold, summed by worker; all zero when nothing is served."""
         held: dict[str, int] = {}
         for service in self.services():
+            if service["kind"] not in ("prefill_worker", "decode_worker"):
+                continue  # blocks of the store are its content, held for nobody
             load = service.get("load") or {}
             for gauge in ("num_used_blocks", "num_running", "num_waiting", "num_reserved"):
                 held[f"{service['name']}.{gauge}"] = load.get(gauge, 0)
