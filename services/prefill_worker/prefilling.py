@@ -1,9 +1,8 @@
 """What a prefill worker does with its prompts: wait for room, find a prefix, run, hand over.
 
-How a prompt ends, and who tells its gateway: handed over (the decode worker sends the first token); failed while
-its Link is there (the decode worker is told, frees its blocks and tells the gateway); failed without a Link (a
-token frame from here, because the decode worker is dead or out of reach). Should two tell, the gateway counts the
-first.
+How a prompt ends, and who tells its gateway. Handed over: the decode worker sends the first token. Failed while
+its Link is there: the decode worker is told, frees its blocks and tells the gateway. Failed without a Link: a
+token frame from here, because the decode worker is dead or out of reach. Should both tell, the first counts.
 """
 
 import asyncio

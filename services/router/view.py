@@ -63,9 +63,10 @@ class Instance:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds and no placement on its way will take."""
+        """Blocks nobody holds, no placement on its way will take, and no running sequence needs next."""
+        load = self.load or WorkerLoad()
         taken = sum(blocks_for(tokens, self.block_size) for tokens in self.pending.values())
-        return self.num_blocks - (self.load.num_used_blocks if self.load else 0) - taken
+        return self.num_blocks - load.num_used_blocks - taken - load.num_running - load.num_waiting
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
