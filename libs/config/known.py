@@ -52,6 +52,7 @@ KNOWN_FIELDS = frozenset(
         "probe_host",
         "probe_port",
         "replay",
+        "replay_patience_seconds",
         "request_timeout_seconds",
         "role",
         "send_timeout_seconds",
@@ -68,4 +69,4 @@ KNOWN_FIELDS = frozenset(
 )
 
 KNOWN_VARIABLES = frozenset({"KVMESH_PARENT_PID", "KVMESH_UCX_LIBRARY", "KVMESH_URL"})
-"""KVMESH_* variables that are no settings of a service: of `up` for its children, of the transport, of the CLI."""
+"""KVMESH_* variables that are no settings: of `up` for its children, of the transport, of the CLI."""

@@ -112,7 +112,7 @@ class Dispatch:
                 await self._tell(Abort(request_id=request_id), to=worker)
 
     async def _after(self, trouble: Trouble, session: Session, history: History) -> None:
-        step = next_step(trouble, history, self._limits)
+        step = next_step(trouble, history, self._limits, time.monotonic())
         if not isinstance(step, Again):
             session.end(step)
             return

@@ -39,6 +39,8 @@ class Limits:
     max_attempts: int = 3
     max_refusals: int = 8
     router_patience_seconds: float = 5.0
+    replay_patience_seconds: float = 30.0
+    """How long a sequence whose worker was lost waits for another one to come up."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class History:
     num_begun: int = 0
     num_refusals: int = 0
     seconds_without_router: float = 0.0
+    interrupted_at: float | None = None
+    """When a worker was last lost that had begun it, in seconds of the caller's clock."""
     lost: set[str] = field(default_factory=set)
     busy: set[str] = field(default_factory=set)
 
@@ -64,18 +68,23 @@ class Again:
     wait_seconds: float = 0.0
 
 
-def next_step(trouble: Trouble, history: History, limits: Limits) -> Again | Outcome:
+def next_step(trouble: Trouble, history: History, limits: Limits, now: float) -> Again | Outcome:
     """Judge the trouble and note it in `history`. Every session ends: each branch counts against a limit."""
     match trouble:
         case Interruption():
-            return _after_interruption(trouble, history, limits)
+            return _after_interruption(trouble, history, limits, now)
         case Unreachable(who=who):
             return _after_silence(who, trouble.detail, history, limits)
         case RefusedBy(who=who):
-            return _after_refusal(who, trouble.answer, history, limits)
+            if who == ROUTER:
+                return _after_router_refused(trouble.answer, history, limits, now)
+            return _after_worker_refused(who, trouble.answer, history, limits)
 
 
-def _after_interruption(trouble: Interruption, history: History, limits: Limits) -> Again | Outcome:
+def _after_interruption(
+    trouble: Interruption, history: History, limits: Limits, now: float
+) -> Again | Outcome:
+    history.interrupted_at = now
     if trouble.lost:
         history.lost.add(trouble.lost)
     if trouble.suspect:
@@ -99,16 +108,22 @@ def _after_silence(who: str, detail: str, history: History, limits: Limits) -> A
     return _count_refusal(history, limits, RefusalReason.NO_WORKERS, detail) or Again()
 
 
-def _after_refusal(who: str, answer: Refused, history: History, limits: Limits) -> Again | Outcome:
-    if who == ROUTER:
-        if answer.reason is not RefusalReason.NO_WORKERS or not history.busy:
-            return answer
+def _after_router_refused(answer: Refused, history: History, limits: Limits, now: float) -> Again | Outcome:
+    if answer.reason is not RefusalReason.NO_WORKERS:
+        return answer
+    wait_seconds = min(answer.retry_after_seconds, MAX_WAIT_SECONDS)
+    if history.busy:
         # Only those that were full a moment ago are left: ask them again, a little later.
         history.busy.clear()
-        wait_seconds = min(answer.retry_after_seconds, MAX_WAIT_SECONDS)
-        return _count_refusal(history, limits, RefusalReason.OVERLOADED, "all workers are full") or Again(
-            wait_seconds
-        )
+        refused = _count_refusal(history, limits, RefusalReason.OVERLOADED, "all workers are full")
+        return refused or Again(wait_seconds)
+    if history.interrupted_at is None or now - history.interrupted_at >= limits.replay_patience_seconds:
+        return answer
+    # The client has a part of its text already, and the lost worker is likely to be started again.
+    return Again(max(wait_seconds, RETRY_SECONDS))
+
+
+def _after_worker_refused(who: str, answer: Refused, history: History, limits: Limits) -> Again | Outcome:
     if answer.reason in (RefusalReason.TOO_LONG, RefusalReason.DEADLINE):
         return answer
     history.busy.add(who)

@@ -58,7 +58,11 @@ class GatewayService:
         settings = self._settings
         metrics = GatewayMetrics(runtime.registry)
         self._live = live = LiveSessions(metrics)
-        limits = Limits(replay=settings.replay == "on", max_attempts=settings.max_attempts)
+        limits = Limits(
+            replay=settings.replay == "on",
+            max_attempts=settings.max_attempts,
+            replay_patience_seconds=settings.replay_patience_seconds,
+        )
         dispatch = Dispatch(runtime.bus, runtime.incarnation, live, limits, metrics)
         metrics.watch(lambda: live.num_waiting, lambda: len(live), lambda: self._gate.num_inside)
         self._subscriptions.append(

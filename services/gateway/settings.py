@@ -36,6 +36,9 @@ class GatewaySettings(RuntimeSettings, frozen=True, kw_only=True):
     replay: Annotated[
         Literal["on", "off"], Meta(description="whether a sequence goes on elsewhere when its worker is lost")
     ] = "on"
+    replay_patience_seconds: Annotated[
+        float, Meta(description="how long such a sequence waits while no worker is there at all", ge=0)
+    ] = 30.0
     max_attempts: Annotated[
         int, Meta(description="on how many workers a sequence may be begun", ge=1, le=100)
     ] = 3

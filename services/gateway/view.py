@@ -92,7 +92,7 @@ def instances(services: Sequence[Presence]) -> list[dict[str, Any]]:
 def mesh_status(services: Sequence[Presence], loads: Loads, now: float) -> dict[str, Any]:
     """All services with their loads, and sums over the workers; for /v1/mesh."""
     told: list[dict[str, Any]] = []
-    totals = dict.fromkeys(_SUMMED, 0.0)
+    totals: dict[str, float] = dict.fromkeys(_SUMMED, 0)
     for presence in sorted(services, key=lambda p: (p.kind.value, p.name)):
         entry: dict[str, Any] = msgspec.to_builtins(presence)
         entry |= {"load": None, "load_age_seconds": None}

@@ -31,13 +31,14 @@ troubles: st.SearchStrategy[Trouble] = st.one_of(
 def test_every_history_of_troubles_ends(data: st.DataObject, limits: Limits) -> None:
     history = History()
     seconds = 0.0
-    for _ in range(limits.max_refusals + 40):
+    for _ in range(limits.max_refusals + 200):
         history.num_begun += data.draw(st.integers(0, 1))
-        step = next_step(data.draw(troubles), history, limits)
+        step = next_step(data.draw(troubles), history, limits, seconds)
         if not isinstance(step, Again):
             return
         seconds += step.wait_seconds
-        assert seconds <= limits.router_patience_seconds + 2.0 * limits.max_refusals + 0.25
+        most = limits.router_patience_seconds + limits.max_refusals * (2.0 + limits.replay_patience_seconds)
+        assert seconds <= most + 3.0
     raise AssertionError("it went on for ever")
 
 
@@ -46,7 +47,7 @@ def test_a_begun_sequence_is_replayed_only_when_retryable_allowed_and_not_too_of
     reason: FailureReason, num_begun: int, replay: bool
 ) -> None:
     limits = Limits(replay=replay, max_attempts=3)
-    step = next_step(Interruption(reason, "x", lost="w"), History(num_begun=num_begun), limits)
+    step = next_step(Interruption(reason, "x", lost="w"), History(num_begun=num_begun), limits, 0.0)
     may = replay and reason in RETRYABLE and num_begun < 3
     assert isinstance(step, Again) is may
     if not may:
@@ -56,31 +57,31 @@ def test_a_begun_sequence_is_replayed_only_when_retryable_allowed_and_not_too_of
 
 def test_a_lost_worker_is_never_chosen_again() -> None:
     history = History()
-    next_step(Interruption(FailureReason.PEER_LOST, "", lost="w"), history, Limits())
-    next_step(Unreachable("v", ""), history, Limits())
+    next_step(Interruption(FailureReason.PEER_LOST, "", lost="w"), history, Limits(), 0.0)
+    next_step(Unreachable("v", ""), history, Limits(), 0.0)
     assert history.exclude == ("v", "w")
 
 
 @pytest.mark.parametrize("reason", [RefusalReason.OVERLOADED, RefusalReason.DRAINING])
 def test_a_full_worker_is_avoided_until_nobody_else_is_left(reason: RefusalReason) -> None:
     history = History()
-    assert next_step(RefusedBy("w", Refused(reason=reason)), history, Limits()) == Again()
+    assert next_step(RefusedBy("w", Refused(reason=reason)), history, Limits(), 0.0) == Again()
     assert history.exclude == ("w",)
     nobody = RefusedBy(ROUTER, Refused(reason=RefusalReason.NO_WORKERS, retry_after_seconds=0.5))
-    assert next_step(nobody, history, Limits()) == Again(0.5)
+    assert next_step(nobody, history, Limits(), 0.0) == Again(0.5)
     assert history.exclude == ()
 
 
 @pytest.mark.parametrize("reason", list(RefusalReason))
 def test_what_the_router_refuses_is_told_as_it_is(reason: RefusalReason) -> None:
     refused = Refused(reason=reason, detail="why")
-    assert next_step(RefusedBy(ROUTER, refused), History(), Limits()) == refused
+    assert next_step(RefusedBy(ROUTER, refused), History(), Limits(), 0.0) == refused
 
 
 def test_a_mesh_that_stays_full_is_told_as_overloaded() -> None:
     history, limits = History(), Limits(max_refusals=3)
     full = RefusedBy("w", Refused(reason=RefusalReason.OVERLOADED))
-    steps = [next_step(full, history, limits) for _ in range(3)]
+    steps = [next_step(full, history, limits, 0.0) for _ in range(3)]
     assert steps[:2] == [Again(), Again()]
     assert isinstance(steps[2], Refused)
     assert steps[2].reason is RefusalReason.OVERLOADED
@@ -89,8 +90,16 @@ def test_a_mesh_that_stays_full_is_told_as_overloaded() -> None:
 def test_a_silent_router_is_waited_for_and_then_given_up() -> None:
     history, limits = History(), Limits(router_patience_seconds=1.0)
     waited = 0.0
-    while isinstance(step := next_step(Unreachable(ROUTER, "silence"), history, limits), Again):
+    while isinstance(step := next_step(Unreachable(ROUTER, "silence"), history, limits, 0.0), Again):
         waited += step.wait_seconds
     assert waited == 1.0
     assert isinstance(step, Refused)
     assert step.reason is RefusalReason.NO_WORKERS
+
+
+def test_a_sequence_whose_only_worker_was_lost_waits_for_its_successor() -> None:
+    history, limits = History(num_begun=1), Limits(replay_patience_seconds=10.0)
+    nobody = RefusedBy(ROUTER, Refused(reason=RefusalReason.NO_WORKERS, retry_after_seconds=5.0))
+    assert next_step(Interruption(FailureReason.PEER_LOST, "", lost="w"), history, limits, 100.0) == Again()
+    assert next_step(nobody, history, limits, 109.0) == Again(2.0)
+    assert next_step(nobody, history, limits, 110.0) == nobody.answer
