@@ -41,6 +41,7 @@ class NatsConnection:
         self._is_opening = False
         self._is_closed = False
         self._inbox = ""
+        self._answers: NatsSubscription
         self._tokens = itertools.count()
         self._open_requests: dict[str, asyncio.Future[Msg]] = {}
         self._subscriptions: set[NatsSubscription] = set()
@@ -92,8 +93,13 @@ class NatsConnection:
                 # `_make_room` bounds what is unsent; nats-py's own way swallows cancellation.
                 pending_size=32 * MAX_UNSENT_BYTES,
             )
+            if (task := asyncio.current_task()) and task.cancelling():
+                raise asyncio.CancelledError  # nats-py may have swallowed it
             self.client, self._inbox = client, client.new_inbox()
-            await client.subscribe(f"{self._inbox}.*", cb=self._answer_came)
+            self._answers = NatsSubscription(
+                self, f"{self._inbox}.*", "", self._answer_came, MAX_WAITING_MESSAGES
+            )
+            await self._answers.attach(client)
             for subscription in list(self._subscriptions):
                 await subscription.attach(client)
         except (nats.errors.Error, OSError) as error:
@@ -182,6 +188,8 @@ class NatsConnection:
 
         Not nats-py's `flush`: its pong, when late, ends nats-py's reading.
         """
+        if not self.is_connected:
+            raise NotConnected("the broker is away")
         token = str(next(self._tokens))
         future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._open_requests[token] = future
@@ -204,14 +212,16 @@ class NatsConnection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for subscription in [*self._subscriptions, self._answers]:
+            await subscription.cancel()  # nats-py's `close` forgets them when sending what waits fails
         await self._close_client(self.client)
 
     async def _close_client(self, client: Client) -> None:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                 await client.close()
-        except TimeoutError:
-            log.warning("bus_not_flushed", url=self.url, timeout_seconds=CLOSE_TIMEOUT_SECONDS)
+        except OSError as error:  # a TimeoutError among them
+            log.warning("bus_not_flushed", url=self.url, error=repr(error))
 
     async def _publish(
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None

@@ -11,11 +11,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-import nats.errors
-import nats.js.errors
 import structlog
 from nats.aio.msg import Msg
-from nats.js.api import StorageType
 
 from libs.bus.nats_connection import NatsConnection
 from libs.bus.nats_subscription import NatsSubscription
@@ -30,16 +27,32 @@ MAX_BUCKET_BYTES = 64 * 2**20
 STORE_TIMEOUT_SECONDS = 1.0
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 1.0
 
-_OPERATION_HEADER = "KV-Operation"
-_STREAM_EXISTS_WITH_OTHER_SETTINGS = 10058
+_OPERATION_HEADER, _STATUS_HEADER = "KV-Operation", "Status"
+_EXISTS_WITH_OTHER_SETTINGS = 10058
 
 log = structlog.get_logger()
 
 
-class _Ack(msgspec.Struct):
-    """What JetStream says to a message: where it lies, or why not."""
+class _Error(msgspec.Struct):
+    err_code: int = 0
+    description: str = ""
 
-    error: dict[str, Any] | None = None
+
+class _State(msgspec.Struct):
+    subjects: dict[str, int] | None = None
+
+
+class _Response(msgspec.Struct):
+    """As much of JetStream's answers as matters here."""
+
+    error: _Error | None = None
+    state: _State = msgspec.field(default_factory=_State)
+
+
+class _JetStreamRefused(PresenceUnavailable):
+    def __init__(self, what: str, error: _Error) -> None:
+        super().__init__(f"{what}: JetStream refused: {error.description} ({error.err_code})")
+        self.code = error.err_code
 
 
 class NatsPresence:
@@ -103,41 +116,36 @@ class NatsPresence:
         await self._ensure_bucket()
         try:
             answer = await self._connection.ask_message(PREFIX + key, value, STORE_TIMEOUT_SECONDS, headers)
-            refusal = msgspec.json.decode(answer.data, type=_Ack).error
-        except (NoResponders, RequestTimedOut, msgspec.DecodeError) as error:
+            _read_response(answer.data, f"storing {key} in {BUCKET}")
+        except (NoResponders, RequestTimedOut) as error:
             self._has_bucket = False  # somebody removed it; the next put makes it again
             raise PresenceUnavailable(f"{key} was not stored in {BUCKET}: {error}") from error
-        if refusal is not None:
-            raise PresenceUnavailable(f"{key} was not stored in {BUCKET}: {refusal}")
 
     async def _ensure_bucket(self) -> None:
         async with self._making_bucket:
-            if self._has_bucket:
-                return
-            try:
+            if not self._has_bucket:
                 await self._make_bucket()
-            except (nats.errors.Error, OSError) as error:
-                raise PresenceUnavailable(f"no bucket {BUCKET}, is JetStream on? {error!r}") from error
-            self._has_bucket = self._connection.is_connected
+                self._has_bucket = self._connection.is_connected
 
     async def _make_bucket(self) -> None:
         """Harmless where it is there already."""
-        jetstream = self._connection.client.jetstream(timeout=STORE_TIMEOUT_SECONDS)
+        settings = bucket_settings(self._ttl_seconds)
         try:
-            await jetstream.create_key_value(
-                bucket=BUCKET,
-                description="who is there in the mesh",
-                ttl=self._ttl_seconds,
-                max_bytes=MAX_BUCKET_BYTES,
-                storage=StorageType.MEMORY,
-            )
-        except nats.js.errors.BadRequestError as error:
-            if error.err_code != _STREAM_EXISTS_WITH_OTHER_SETTINGS:
+            await self._administrate("CREATE", settings)
+        except _JetStreamRefused as error:
+            if error.code != _EXISTS_WITH_OTHER_SETTINGS:
                 raise
-            config = (await jetstream.stream_info(STREAM)).config
-            config.max_age = config.duplicate_window = self._ttl_seconds
-            await jetstream.update_stream(config)
+            await self._administrate("UPDATE", settings)
             log.warning("presence_bucket_changed", bucket=BUCKET, ttl_seconds=self._ttl_seconds)
+
+    async def _administrate(self, verb: str, arguments: dict[str, Any]) -> _Response:
+        try:
+            answer = await self._connection.ask(
+                f"$JS.API.STREAM.{verb}.{STREAM}", msgspec.json.encode(arguments), STORE_TIMEOUT_SECONDS
+            )
+        except NoResponders:
+            raise PresenceUnavailable("JetStream is off in the broker; presence needs it") from None
+        return _read_response(answer, f"{verb} {BUCKET}")
 
     async def _keep_filled(self, watch: PresenceWatch, stale: asyncio.Event) -> None:
         """Tell the full state on each connection."""
@@ -149,7 +157,7 @@ class NatsPresence:
                 try:
                     await self._fill(watch)
                     break
-                except (BusError, nats.errors.Error, OSError) as error:
+                except BusError as error:
                     log.debug("presence_not_read", error=repr(error))
                 await asyncio.sleep(retry_seconds)
                 retry_seconds = min(2 * retry_seconds, MAX_RETRY_SECONDS)
@@ -157,18 +165,50 @@ class NatsPresence:
     async def _fill(self, watch: PresenceWatch) -> None:
         await self._ensure_bucket()
         watch.begin_filling()
-        bucket = self._connection.client.jetstream(timeout=STORE_TIMEOUT_SECONDS)
-        info = await bucket.stream_info(STREAM, subjects_filter=f"{PREFIX}>")
-        for subject in info.state.subjects or {}:
-            try:
-                entry = await bucket.get_last_msg(STREAM, subject)
-            except nats.js.errors.NotFoundError:
-                continue  # expired meanwhile
-            value = _value_of(entry.data or b"", entry.headers)
+        info = await self._administrate("INFO", {"subjects_filter": f"{PREFIX}>"})
+        for subject in info.state.subjects or ():
+            entry = await self._connection.ask_message(
+                f"$JS.API.DIRECT.GET.{STREAM}.{subject}", b"", STORE_TIMEOUT_SECONDS
+            )
+            value = _value_of(entry.data, entry.headers)
             if value is not None:
                 watch.filled(subject.removeprefix(PREFIX), value)
 
 
+def bucket_settings(ttl_seconds: float) -> dict[str, Any]:
+    """What makes a stream a key-value bucket, as in the NATS key-value specification (ADR-8)."""
+    ttl_nanoseconds = int(ttl_seconds * 1e9)
+    return {
+        "name": STREAM,
+        "description": "who is there in the mesh",
+        "subjects": [f"{PREFIX}>"],
+        "storage": "memory",
+        "retention": "limits",
+        "discard": "new",
+        "max_age": ttl_nanoseconds,
+        "duplicate_window": ttl_nanoseconds,
+        "max_msgs_per_subject": 1,
+        "max_msgs": -1,
+        "max_consumers": -1,
+        "max_msg_size": -1,
+        "max_bytes": MAX_BUCKET_BYTES,
+        "num_replicas": 1,
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "deny_delete": True,
+    }
+
+
+def _read_response(answer: bytes, what: str) -> _Response:
+    try:
+        response = msgspec.json.decode(answer, type=_Response)
+    except msgspec.DecodeError as error:
+        raise PresenceUnavailable(f"{what}: JetStream answered {answer[:200]!r}") from error
+    if response.error is not None:
+        raise _JetStreamRefused(what, response.error)
+    return response
+
+
 def _value_of(data: bytes, headers: dict[str, str] | None) -> bytes | None:
-    """None for a delete or a purge."""
-    return None if headers and _OPERATION_HEADER in headers else data
+    """None for a delete, a purge, and for what has expired since it was listed."""
+    return None if headers and (_OPERATION_HEADER in headers or _STATUS_HEADER in headers) else data

@@ -92,6 +92,12 @@ class NatsSubscription:
         if asyncio.current_task() is not self._task:
             await asyncio.wait({self._closing})
 
+    async def cancel(self) -> None:
+        """Drop what waits, and the handler in progress."""
+        if self._subscription is not None:
+            with suppress(nats.errors.Error):
+                await self._subscription.unsubscribe()
+
     def client_gone(self) -> None:
         """The client ended for good, and with it what waited here."""
         self._subscription = None
@@ -108,8 +114,7 @@ class NatsSubscription:
             if self._is_handling or self.num_waiting:
                 self._drained = asyncio.get_running_loop().create_future()
                 await self._drained
-            with suppress(nats.errors.Error):
-                await subscription.unsubscribe()
+            await self.cancel()
         self._owner.forget(self)
 
     def _tell_if_drained(self) -> None:

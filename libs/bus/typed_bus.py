@@ -77,6 +77,7 @@ class TypedBus:
         queue_group: str = "",
     ) -> Subscription:
         """As in `Bus`."""
+        self._check_open()
         listening = Listening(message_type, handler, self._tally, self._forget)
         listening.wire = await self._wire.subscribe(
             subject_of(message_type, at), queue_group, listening.take, answers=False
@@ -93,6 +94,7 @@ class TypedBus:
         queue_group: str = "",
     ) -> Subscription:
         """As in `Bus`."""
+        self._check_open()
         answering = Answering(self._wire, request_type, handler, self._tally, self._forget)
         answering.wire = await self._wire.subscribe(
             subject_of(request_type, at), queue_group, answering.take, answers=True
@@ -129,9 +131,12 @@ class TypedBus:
         self._subscriptions.clear()
         await self._wire.close()
 
-    def _check_connected(self) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise NotConnected("this bus is closed")
+
+    def _check_connected(self) -> None:
+        self._check_open()
         if not self._wire.is_connected:
             raise NotConnected("the broker is away")
 
