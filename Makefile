@@ -42,7 +42,7 @@ bench: $(DEV)  ## what this machine reaches, with ratios
 	$(BIN)/python -m services.bench $(ARGS)
 
 image:  ## the container image, where docker is
-	@command -v docker >/dev/null || { echo "make image needs docker, which is not installed here" >&2; exit 2; }
+	@docker info >/dev/null 2>&1 || { echo "make image needs a running docker, and there is none here" >&2; exit 2; }
 	docker build --file deploy/image/Dockerfile --tag $(IMAGE) $(ARGS) .
 
 clean:  ## remove the environment and everything made
