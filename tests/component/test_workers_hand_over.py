@@ -1,4 +1,4 @@
-"""Place, reserve, prefill, hand over, decode: the text is that of one engine alone, and nothing stays behind."""
+"""Place, reserve, prefill, hand over, decode: the text is that of one engine alone, and nothing stays."""
 
 import asyncio
 import random

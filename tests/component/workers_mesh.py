@@ -1,4 +1,4 @@
-"""Router, workers and store as they really live, in one process: in-memory bus and Links, a tiny model, no gateway.
+"""Router, workers and store as they really live, in one process: in-memory bus and Links, a tiny model.
 
 `Gateway` stands for one: it asks and listens as the real one does, and keeps what it hears.
 """
@@ -385,10 +385,10 @@ class WorkersMesh:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
-        """States of several services have no common event; look again each time the loop turns."""
+        """States of several services have no common event; look again and again."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not condition():
+                while not condition():  # noqa: ASYNC110 - gauges announce nothing
                     await asyncio.sleep(0.005)
         assert condition()
 
