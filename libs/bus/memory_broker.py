@@ -1,16 +1,20 @@
 """A broker inside the process, with the limits of a real one. The other end of `libs.bus.memory_bus`."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from libs.bus.open_requests import OpenRequests
 from libs.bus.port import BusError, NotConnected, Overloaded
 from libs.bus.presence_watch import PresenceWatch
-from libs.bus.wire import MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload
+from libs.bus.wire import LOST_IN_FLIGHT, MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload
 
 MAX_PAYLOAD_BYTES = 2**20
 PRESENCE_TTL_SECONDS = 3.0
+
+_connection_numbers = itertools.count()
 
 
 class MemoryConnection:
@@ -20,7 +24,7 @@ class MemoryConnection:
         self.is_connected = True
         self.num_reconnects_total = 0
         self.num_dropped_total = 0
-        self.open_requests: dict[str, asyncio.Future[bytes]] = {}
+        self.requests = OpenRequests[bytes](f"reply-{next(_connection_numbers)}-")
         self.watches: set[PresenceWatch] = set()
 
 
@@ -124,11 +128,7 @@ class MemoryBroker:
     def disconnect(self, connection: MemoryConnection) -> None:
         """It hears nothing, and its requests in flight are lost."""
         connection.is_connected = False
-        for future in connection.open_requests.values():
-            if not future.done():
-                future.set_exception(
-                    NotConnected("the connection to the broker broke; the answer, if any, is lost")
-                )
+        connection.requests.fail_all(NotConnected(LOST_IN_FLIGHT))
 
     def reconnect(self, connection: MemoryConnection) -> None:
         """Its subscriptions stand again, its watches are told everything again."""
@@ -174,17 +174,13 @@ class MemoryBroker:
 
     def answer(self, reply: str, payload: bytes) -> None:
         """Resolve the request that waits under `reply`; nobody waits any more: nothing happens."""
-        for future in self._waiting(reply):
-            future.set_result(payload)
+        for connection in self._connections:
+            connection.requests.answer(reply, payload)
 
     def refuse(self, reply: str, error: BusError) -> None:
         """Fail the request that waits under `reply`."""
-        for future in self._waiting(reply):
-            future.set_exception(error)
-
-    def _waiting(self, reply: str) -> list[asyncio.Future[bytes]]:
-        found = [c.open_requests.get(reply) for c in self._connections]
-        return [f for f in found if f is not None and not f.done()]
+        for connection in self._connections:
+            connection.requests.fail(reply, error)
 
     def put_presence(self, key: str, value: bytes) -> None:
         """Store and tell."""

@@ -1,17 +1,15 @@
 """The bus without a broker, for tests: several buses on one `MemoryBroker` hear each other."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from libs.bus.memory_broker import MemoryBroker, MemoryConnection, MemorySubscription
-from libs.bus.port import BusError, NoResponders, NotConnected, PresenceEntry, RequestTimedOut
+from libs.bus.port import BusError, NoResponders, NotConnected, PresenceEntry
 from libs.bus.presence_watch import PresenceWatch
 from libs.bus.typed_bus import TypedBus
 from libs.bus.wire import OnPayload
-
-_reply_numbers = itertools.count()
 
 
 class MemoryWire:
@@ -44,7 +42,7 @@ class MemoryWire:
     @property
     def num_open_requests(self) -> int:
         """Asked and not yet answered."""
-        return len(self._connection.open_requests)
+        return len(self._connection.requests)
 
     async def send(self, subject: str, payload: bytes) -> None:
         """As in `Wire`. Lets receivers run, as a socket would."""
@@ -55,18 +53,13 @@ class MemoryWire:
     async def ask(self, subject: str, payload: bytes, timeout_seconds: float) -> bytes:
         """As in `Wire`."""
         self._check_connected()
-        reply = str(next(_reply_numbers))
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._connection.open_requests[reply] = future
-        try:
-            if not self._broker.route(subject, payload, reply):
-                raise NoResponders(f"nobody serves {subject}")
-            async with asyncio.timeout(timeout_seconds):
-                return await future
-        except TimeoutError:
-            raise RequestTimedOut(f"no answer on {subject} within {timeout_seconds:g} s") from None
-        finally:
-            del self._connection.open_requests[reply]
+        return await self._connection.requests.wait(
+            f"no answer on {subject}", timeout_seconds, partial(self._route, subject, payload)
+        )
+
+    async def _route(self, subject: str, payload: bytes, reply: str) -> None:
+        if not self._broker.route(subject, payload, reply):
+            raise NoResponders(f"nobody serves {subject}")
 
     async def answer(self, reply: str, payload: bytes) -> None:
         """As in `Wire`."""

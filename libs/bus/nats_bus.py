@@ -1,5 +1,6 @@
 """The bus over a NATS broker."""
 
+from libs.bus.broker_address import read_address
 from libs.bus.nats_connection import NatsConnection
 from libs.bus.nats_presence import NatsPresence
 from libs.bus.typed_bus import TypedBus
@@ -16,8 +17,8 @@ class NatsBus(TypedBus):
     ) -> "NatsBus":
         """Connect to `nats://host:port`; `name` is what the broker's monitoring shows.
 
-        Raises NotConnected at once when no broker answers there.
+        Raises NotConnected at once when no broker answers there, ValueError when `url` is malformed.
         """
-        connection = NatsConnection(url, name)
+        connection = NatsConnection(read_address(url), name)
         await connection.open()
         return cls(connection, NatsPresence(connection, presence_ttl_seconds))

@@ -5,7 +5,6 @@ instead of waiting for their timeouts, and errors travel back as answers.
 """
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -14,9 +13,11 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from libs.bus.broker_address import BrokerAddress
 from libs.bus.nats_subscription import NatsSubscription
+from libs.bus.open_requests import OpenRequests
 from libs.bus.port import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut
-from libs.bus.wire import MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload, error_named
+from libs.bus.wire import LOST_IN_FLIGHT, MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload, error_named
 
 RECONNECT_SECONDS = 0.1
 PING_SECONDS = 2
@@ -35,15 +36,13 @@ log = structlog.get_logger()
 class NatsConnection:
     """A `Wire`. Opened once with `open`; afterwards it finds the broker again by itself."""
 
-    def __init__(self, url: str, name: str) -> None:
-        self.url, self._name = url, name
+    def __init__(self, address: BrokerAddress, name: str) -> None:
+        self._address, self._name = address, name
         self.client = Client()
         self._is_opening = False
         self._is_closed = False
-        self._inbox = ""
         self._answers: NatsSubscription
-        self._tokens = itertools.count()
-        self._open_requests: dict[str, asyncio.Future[Msg]] = {}
+        self._requests = OpenRequests[Msg]("")
         self._subscriptions: set[NatsSubscription] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_connected: list[Callable[[], None]] = []
@@ -65,7 +64,7 @@ class NatsConnection:
     @property
     def num_open_requests(self) -> int:
         """Asked and not yet answered."""
-        return len(self._open_requests)
+        return len(self._requests)
 
     def on_connected(self, listener: Callable[[], None]) -> None:
         """Call `listener` each time the broker has come back and the subscriptions stand again."""
@@ -81,7 +80,7 @@ class NatsConnection:
         client = Client()
         try:
             await client.connect(
-                self.url,
+                list(self._address.urls),
                 name=self._name,
                 error_cb=self._error_came,
                 disconnected_cb=self._was_lost,
@@ -95,16 +94,16 @@ class NatsConnection:
             )
             if (task := asyncio.current_task()) and task.cancelling():
                 raise asyncio.CancelledError  # nats-py may have swallowed it
-            self.client, self._inbox = client, client.new_inbox()
+            self.client, self._requests.prefix = client, f"{client.new_inbox()}."
             self._answers = NatsSubscription(
-                self, f"{self._inbox}.*", "", self._answer_came, MAX_WAITING_MESSAGES
+                self, f"{self._requests.prefix}*", "", self._answer_came, MAX_WAITING_MESSAGES
             )
             await self._answers.attach(client)
             for subscription in list(self._subscriptions):
                 await subscription.attach(client)
         except (nats.errors.Error, OSError) as error:
             await self._close_client(client)
-            raise NotConnected(f"no broker at {self.url}: {error}") from error
+            raise NotConnected(f"no broker at {self._address.shown}: {error!r}") from error
         except BaseException:
             await self._close_client(client)
             raise
@@ -126,17 +125,11 @@ class NatsConnection:
     ) -> Msg:
         """`ask`, with NATS headers on the way there and back."""
         await self._make_room()
-        token = str(next(self._tokens))
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._open_requests[token] = future
-        try:
-            await self._publish(subject, payload, f"{self._inbox}.{token}", headers)
-            async with asyncio.timeout(timeout_seconds):
-                answer = await future
-        except TimeoutError:
-            raise RequestTimedOut(f"no answer on {subject} within {timeout_seconds:g} s") from None
-        finally:
-            del self._open_requests[token]
+        answer = await self._requests.wait(
+            f"no answer on {subject}",
+            timeout_seconds,
+            lambda reply: self._publish(subject, payload, reply, headers),
+        )
         if answer.headers:
             _raise_refusal(answer, answer.headers, subject)
         return answer
@@ -190,24 +183,16 @@ class NatsConnection:
         """
         if not self.is_connected:
             raise NotConnected("the broker is away")
-        token = str(next(self._tokens))
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._open_requests[token] = future
-        try:
-            await self._publish(f"{self._inbox}.{token}", b"")
-            async with asyncio.timeout(timeout_seconds):
-                await future
-        except TimeoutError:
-            raise RequestTimedOut(f"the broker did not answer within {timeout_seconds:g} s") from None
-        finally:
-            del self._open_requests[token]
+        await self._requests.wait(
+            "no echo from the broker", timeout_seconds, lambda reply: self._publish(reply, b"")
+        )
 
     async def close(self) -> None:
         """As in `Wire`."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._fail_open_requests("this bus is closed")
+        self._requests.fail_all(NotConnected("this bus is closed"))
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -221,7 +206,7 @@ class NatsConnection:
             async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                 await client.close()
         except OSError as error:  # a TimeoutError among them
-            log.warning("bus_not_flushed", url=self.url, error=repr(error))
+            log.warning("bus_not_flushed", broker=self._address.shown, error=repr(error))
 
     async def _publish(
         self, subject: str, payload: bytes, reply: str = "", headers: dict[str, str] | None = None
@@ -243,24 +228,17 @@ class NatsConnection:
             raise Overloaded(f"{self.client.pending_data_size} bytes wait for the broker") from error
 
     async def _answer_came(self, message: Msg) -> None:
-        future = self._open_requests.get(message.subject.rpartition(".")[2])
-        if future is not None and not future.done():
-            future.set_result(message)
-
-    def _fail_open_requests(self, why: str) -> None:
-        for future in self._open_requests.values():
-            if not future.done():
-                future.set_exception(NotConnected(why))
+        self._requests.answer(message.subject, message)
 
     async def _error_came(self, error: Exception) -> None:
         if self._is_opening:
             raise NotConnected(
-                f"no broker at {self.url}: {error}"
+                f"no broker at {self._address.shown}: {error!r}"
             ) from error  # ends nats-py's endless first try
         if isinstance(error, nats.errors.SlowConsumerError):
             await self._was_dropped(error)
         else:
-            log.debug("broker_connection_failed", url=self.url, error=repr(error))
+            log.debug("broker_connection_failed", broker=self._address.shown, error=repr(error))
 
     async def _was_dropped(self, error: nats.errors.SlowConsumerError) -> None:
         self.num_dropped_total += 1
@@ -275,21 +253,21 @@ class NatsConnection:
     async def _was_lost(self) -> None:
         if self._is_opening or self._is_closed:
             return
-        log.warning("broker_lost", url=self.url)
-        self._fail_open_requests("the connection to the broker broke; the answer, if any, is lost")
+        log.warning("broker_lost", broker=self._address.shown)
+        self._requests.fail_all(NotConnected(LOST_IN_FLIGHT))
         for listener in self._on_lost:
             listener()
 
     async def _was_found(self) -> None:
         self.num_reconnects_total += 1
-        log.info("broker_found", url=self.url)
+        log.info("broker_found", broker=self._address.shown)
         for listener in self._on_connected:
             listener()
 
     async def _was_closed(self) -> None:
         """nats-py gives up for good on some errors that the broker sends. We do not."""
         if not self._is_opening and not self._is_closed:
-            log.error("broker_refused", url=self.url, error=repr(self.client.last_error))
+            log.error("broker_refused", broker=self._address.shown, error=repr(self.client.last_error))
             for subscription in self._subscriptions:
                 subscription.client_gone()
             self.keep(asyncio.create_task(self._reopen(), name="bus-reopen"))
@@ -300,7 +278,7 @@ class NatsConnection:
             try:
                 await self.open()
             except NotConnected as error:
-                log.debug("broker_connection_failed", url=self.url, error=str(error))
+                log.debug("broker_connection_failed", broker=self._address.shown, error=str(error))
             else:
                 await self._was_found()
                 return

@@ -194,6 +194,7 @@ def bucket_settings(ttl_seconds: float) -> dict[str, Any]:
         "max_bytes": MAX_BUCKET_BYTES,
         "num_replicas": 1,
         "allow_direct": True,
+        "allow_msg_ttl": True,
         "allow_rollup_hdrs": True,
         "deny_delete": True,
     }

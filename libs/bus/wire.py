@@ -17,6 +17,8 @@ from libs.bus.port import (
 MAX_WAITING_MESSAGES = 8192
 MAX_WAITING_REQUESTS = 1024
 
+LOST_IN_FLIGHT = "the connection to the broker broke; the answer, if any, is lost"
+
 OnPayload = Callable[[bytes, str], Awaitable[None] | None]
 """Called with the payload and where to send the answer (empty: none is wanted). Must not raise."""
 
