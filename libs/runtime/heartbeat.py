@@ -1,8 +1,8 @@
 """Tells the mesh that this process lives, in which state and under what load."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
-from typing import NoReturn
 
 import msgspec
 import structlog
@@ -46,17 +46,20 @@ async def beat(runtime: Runtime, ended: asyncio.Event) -> None:
             pass
 
 
-async def report_load(runtime: Runtime, load: Callable[[], WorkerLoad]) -> NoReturn:
-    """Publish `load()` four times a second and soon after `runtime.load_changed()`."""
-    sequence = 0
-    while True:
-        await runtime.wait_load_changed(LOAD_REPORT_SECONDS - MIN_LOAD_GAP_SECONDS)
-        sequence += 1
-        report = LoadReport(
-            kind=runtime.identity.kind, incarnation=runtime.incarnation, sequence=sequence, load=load()
-        )
-        try:
-            await runtime.bus.publish(report)
-        except BusError as error:
-            log.debug("load_not_reported", error=str(error))
+async def report_load(runtime: Runtime, load: Callable[[], WorkerLoad], sequence: int) -> None:
+    """Publish `load()` once, as report number `sequence`; a broker that is away misses it."""
+    report = LoadReport(
+        kind=runtime.identity.kind, incarnation=runtime.incarnation, sequence=sequence, load=load()
+    )
+    try:
+        await runtime.bus.publish(report)
+    except BusError as error:
+        log.debug("load_not_reported", error=str(error))
+
+
+async def keep_reporting_load(runtime: Runtime, load: Callable[[], WorkerLoad], sequence: int) -> None:
+    """Report four times a second and soon after `runtime.load_changed()`, from number `sequence` on."""
+    for number in itertools.count(sequence):
         await asyncio.sleep(MIN_LOAD_GAP_SECONDS)
+        await runtime.wait_load_changed(LOAD_REPORT_SECONDS - MIN_LOAD_GAP_SECONDS)
+        await report_load(runtime, load, number)

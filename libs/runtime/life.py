@@ -10,7 +10,7 @@ from libs.bus.messages.presence import ServiceState, WorkerLoad
 from libs.bus.port import BusError
 from libs.config.errors import SettingsError
 from libs.config.load import EXIT_BAD_SETTINGS
-from libs.runtime.heartbeat import beat, report_load
+from libs.runtime.heartbeat import beat, keep_reporting_load, report_load
 from libs.runtime.runtime import Runtime, end_tasks
 
 CLOSE_TIMEOUT_SECONDS = 10.0
@@ -97,7 +97,9 @@ async def _open(service: Service, runtime: Runtime, stop: Stop) -> int | None:
 async def _serve(service: Service, runtime: Runtime, stop: Stop) -> int:
     """Serve until asked to stop, or until a background task crashes; returns the exit code."""
     if isinstance(service, ReportsLoad):
-        runtime.spawn("load-report", report_load(runtime, service.load))
+        # Before others hear that it is ready: nobody places work on a worker whose load is unknown.
+        await report_load(runtime, service.load, 1)
+        runtime.spawn("load-report", keep_reporting_load(runtime, service.load, 2))
     runtime.become(ServiceState.READY)
     await _first(stop.asked.wait(), runtime.wait_crashed())
     return 0 if stop.asked.is_set() else EXIT_CRASHED

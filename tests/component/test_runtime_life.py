@@ -323,6 +323,22 @@ def test_a_process_that_falls_silent_departs_within_the_expiry(run_virtually: Ru
     run_virtually(story())
 
 
+def test_its_load_is_known_before_others_hear_that_it_is_ready(run_virtually: Run) -> None:
+    async def listen(scene: Scene) -> None:
+        heard: list[str] = []
+        listener = MemoryBus(scene.broker)
+        await listener.subscribe(LoadReport, lambda report: heard.append("load"))
+        await scene.until(scene.seen(ServiceState.READY))
+        assert heard[:1] == ["load"]
+        await listener.close()
+        scene.stop.asked.set()
+
+    async def story() -> None:
+        assert (await lived(Worker(), listen))[0] == 0
+
+    run_virtually(story())
+
+
 def test_loads_are_reported_regularly_and_soon_after_a_jump_but_not_all_the_time(run_virtually: Run) -> None:
     async def jump(scene: Scene) -> None:
         assert isinstance(scene.service, Worker)
