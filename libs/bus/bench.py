@@ -25,8 +25,8 @@ _FRAME = TokenFrame(
 
 
 async def measure_bus() -> dict[str, float]:
-    """Seconds of a placement's round trip, rates of placements and of token frames, and for how many seconds a
-    restarted broker keeps an asker from its next answer."""
+    """Seconds of a placement's round trip, rates of placements and of token frames, and for how many seconds
+    a restarted broker keeps an asker from its next answer."""
     with tempfile.TemporaryDirectory() as state_dir:
         server = NatsServer(Path(state_dir))
         await server.start()

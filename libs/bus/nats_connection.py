@@ -98,8 +98,8 @@ class NatsConnection:
             self._answers = NatsSubscription(
                 self, f"{self._requests.prefix}*", "", self._answer_came, MAX_WAITING_MESSAGES
             )
-            await self._answers.attach(client)
-            for subscription in list(self._subscriptions):
+            earlier = list(self._subscriptions)  # who comes from now on attaches itself
+            for subscription in [self._answers, *earlier]:
                 await subscription.attach(client)
         except (nats.errors.Error, OSError) as error:
             await self._close_client(client)
@@ -162,7 +162,8 @@ class NatsConnection:
         if self._is_closed:
             raise NotConnected("this bus is closed")
         self._subscriptions.add(subscription)
-        await subscription.attach(self.client)
+        if not self.client.is_closed:  # else `_reopen` attaches it
+            await subscription.attach(self.client)
         if self.is_connected:
             with suppress(BusError):  # lost meanwhile: nats-py subscribes again by itself
                 await self.round_trip(ROOM_TIMEOUT_SECONDS)
@@ -215,8 +216,8 @@ class NatsConnection:
             await self.client.publish(subject, payload, reply=reply, headers=headers)
         except nats.errors.OutboundBufferLimitError as error:
             raise Overloaded(f"{self.client.pending_data_size} bytes wait for the broker") from error
-        except nats.errors.Error as error:
-            raise NotConnected(f"not sent to {subject}: {error}") from error
+        except (nats.errors.Error, OSError) as error:
+            raise NotConnected(f"not sent to {subject}: {error!r}") from error
 
     async def _make_room(self) -> None:
         """Wait while too much is unsent, but not for long."""
@@ -232,9 +233,8 @@ class NatsConnection:
 
     async def _error_came(self, error: Exception) -> None:
         if self._is_opening:
-            raise NotConnected(
-                f"no broker at {self._address.shown}: {error!r}"
-            ) from error  # ends nats-py's endless first try
+            # Ends nats-py's endless first try.
+            raise NotConnected(f"no broker at {self._address.shown}: {error!r}") from error
         if isinstance(error, nats.errors.SlowConsumerError):
             await self._was_dropped(error)
         else:

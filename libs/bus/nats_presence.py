@@ -88,14 +88,13 @@ class NatsPresence:
         self._watches.add(watch)
         self._stale.add(stale)
         stale.set()
+        # Owned by the connection: a task group would wrap the errors of those who watch.
+        filling = asyncio.create_task(self._keep_filled(watch, stale), name="presence-fill")
+        self._connection.keep(filling)
         try:
-            async with asyncio.TaskGroup() as group:
-                filling = group.create_task(self._keep_filled(watch, stale), name="presence-fill")
-                try:
-                    yield watch
-                finally:
-                    filling.cancel()
+            yield watch
         finally:
+            filling.cancel()
             self._watches.discard(watch)
             self._stale.discard(stale)
             await subscription.close()

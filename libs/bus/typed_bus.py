@@ -118,6 +118,7 @@ class TypedBus:
 
     def watch_presence(self) -> AbstractAsyncContextManager[AsyncIterator[PresenceEntry]]:
         """As in `Bus`."""
+        self._check_open()
         return self._presence.watch()
 
     async def close(self) -> None:

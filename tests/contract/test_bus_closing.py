@@ -93,6 +93,8 @@ async def test_a_closed_bus_refuses_everything_and_closing_again_is_harmless(sce
             await act
     with pytest.raises(NotConnected):
         await bus.subscribe(Note, lambda _: None)
+    with pytest.raises(NotConnected):
+        bus.watch_presence()
 
 
 async def test_closing_a_bus_fails_its_requests_and_those_that_it_was_answering(scene: Scene) -> None:

@@ -77,3 +77,12 @@ async def test_a_presence_key_that_is_no_key_is_refused(scene: Scene, key: str) 
         await bus.put_presence(key, b"")
     with pytest.raises(ValueError, match="keys are"):
         await bus.delete_presence(key)
+
+
+async def test_an_error_of_whoever_watches_comes_out_as_it_is(scene: Scene) -> None:
+    bus = await scene.bus()
+    with pytest.raises(LookupError, match="mine"):
+        async with bus.watch_presence():
+            raise LookupError("mine")
+    await bus.put_presence("anna", b"1")
+    assert await presences(bus, 1) == {"anna": b"1"}
