@@ -70,7 +70,7 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             gguf = _read(path, data)
-    except (struct.error, UnicodeDecodeError, IndexError, ValueError) as error:
+    except (OSError, struct.error, ValueError, TypeError, ArithmeticError) as error:
         raise BrokenModel(f"{path} is not a complete GGUF file ({error}); download it again") from error
     if gguf.metadata.get("split.count", 0) > 1:
         raise UnsupportedModel(

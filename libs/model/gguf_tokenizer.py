@@ -149,15 +149,20 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _merges_by_score(tokens: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """SentencePiece merges neighbours whose union scores best: as a list, all splits, best union first."""
+    """SentencePiece merges neighbours whose union scores best: as a list, all splits, best union first.
+
+    Of the splits of one union the longest left part comes first, which runs of spaces depend on.
+    """
     mergeable = {
-        token: index for index, token in enumerate(tokens) if kinds[index] in (_NORMAL, _USER_DEFINED)
+        token: score
+        for token, score, kind in zip(tokens, scores, kinds, strict=True)
+        if kind in (_NORMAL, _USER_DEFINED)
     }
-    found: list[tuple[float, int, int, tuple[str, str]]] = []
-    for token, index in mergeable.items():
-        for cut in range(1, len(token)):
-            left, right = mergeable.get(token[:cut]), mergeable.get(token[cut:])
-            if left is not None and right is not None:
-                found.append((-scores[index], left, right, (token[:cut], token[cut:])))
+    found: list[tuple[float, int, tuple[str, str]]] = []
+    for token, score in mergeable.items():
+        for cut in range(len(token) - 1, 0, -1):
+            pair = (token[:cut], token[cut:])
+            if pair[0] in mergeable and pair[1] in mergeable:
+                found.append((-score, -cut, pair))
     found.sort()
     return [pair for *_, pair in found]

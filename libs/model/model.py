@@ -82,7 +82,7 @@ class Model:
         """
         config, weights = self.config, self.weights.layers[layer]
         packed = weights.qkv(rms_norm(hidden, weights.attention_norm, config.rms_norm_eps))
-        heads = packed.view(hidden.shape[0], -1, config.head_dim)
+        heads = packed.view(hidden.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q, k, v = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if weights.q_norm is not None and weights.k_norm is not None:
             q = rms_norm(q, weights.q_norm, config.rms_norm_eps)
@@ -92,8 +92,7 @@ class Model:
 
     def attention_output(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Hidden states after attention: `hidden [T, d]` plus the projection of `attended [T, Hq, hd]`."""
-        flat = attended.reshape(hidden.shape[0], -1)
-        return self.weights.layers[layer].attention_output.add(flat, hidden)
+        return self.weights.layers[layer].attention_output.add(attended.flatten(1), hidden)
 
     def mlp(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states `[T, d]` after the gated MLP of a layer."""
