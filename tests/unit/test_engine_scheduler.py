@@ -174,8 +174,8 @@ class House:
             self.give(job, 1)
         for chunk in told.chunks:
             self.give(chunk.sequence, chunk.num_new_blocks)
-            self.compute(chunk.sequence, chunk.num_tokens)
             chunk.sequence.num_handed_blocks += chunk.num_handed_blocks
+            self.compute(chunk.sequence, chunk.num_tokens)
         for job in told.decodes:
             self.compute(job, 1)
         return told
@@ -192,7 +192,7 @@ class House:
             job.num_tokens, job.num_new_tokens = job.num_tokens + 1, job.num_new_tokens - 1
             if not job.num_new_tokens:
                 if job.hand_over:
-                    assert job.num_handed_blocks <= blocks_for(job.num_computed, SIZE)
+                    assert job.num_handed_blocks == blocks_for(job.num_computed, SIZE)
                 self.give(job, -job.num_blocks)
                 self.jobs.remove(job)
 
