@@ -13,7 +13,7 @@ from libs.model.load import load_model
 from libs.model.random_model import random_model
 from libs.model.reference import DenseCache, forward, prompt_logits
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -65,9 +65,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def theirs(one_thread: None) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        PATH.parent, gguf_file=PATH.name, dtype=torch.float32
-    ).eval()
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    return load(PATH.parent, gguf_file=PATH.name, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

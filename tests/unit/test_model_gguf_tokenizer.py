@@ -30,7 +30,7 @@ def sentencepiece(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def byte_level(pre: str = "smollm", **changes: Any) -> dict[str, Any]:
+def byte_level(pre: str = "smollm", /, **changes: Any) -> dict[str, Any]:
     """A small byte-level vocabulary: all bytes and a few merges."""
     merges = ["Ġ a", "a b", "Ġ Ġ", "1 2", "12 3", "h i", "Ġ hi", "Ġ 1", ". .", "ĠĠ Ġ"]
     tokens = [*byte_alphabet(), *(merge.replace(" ", "") for merge in merges), "whole", "<|end|>", "<think>"]
