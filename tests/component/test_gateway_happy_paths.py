@@ -217,3 +217,20 @@ async def test_health_mesh_metrics_and_openapi_tell_what_is_there(mesh: Mesh) ->
     assert await mesh.metric('kvmesh_request_success_total{finished_reason="length"}') == 1
     assert await mesh.metric("kvmesh_num_requests_running") == 0
     assert await mesh.metric("kvmesh_time_to_first_token_seconds_count") == 1
+
+
+async def test_the_trace_of_the_client_goes_on_to_router_and_workers(mesh: Mesh) -> None:
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = {"traceparent": traceparent}
+    await mesh.client().completions.create(model=MODEL, prompt="x", max_tokens=1, extra_headers=headers)
+    assert mesh.places[0].traceparent == traceparent
+    assert mesh.decodes[0].generations[0].traceparent == traceparent
+
+
+async def test_each_answer_has_an_id_that_names_its_sequences(mesh: Mesh) -> None:
+    answer = await mesh.client().completions.with_raw_response.create(
+        model=MODEL, prompt="x", n=2, max_tokens=1
+    )
+    answer_id = answer.parse().id
+    assert answer.headers["x-request-id"] == answer_id
+    assert all(g.request_id.startswith(answer_id) for g in mesh.decodes[0].generations)
