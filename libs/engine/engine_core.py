@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import structlog
 import torch
 
-from kernels.paged_attention.choose import choose_paged_attention
 from kernels.paged_attention.contract import PagedAttention
+from libs.engine.attention import fitting_attention
 from libs.engine.errors import BadBlocks
 from libs.engine.hand_over import HandOverBudget
 from libs.engine.ledger import Ledger
@@ -93,7 +93,7 @@ class EngineCore:
             model,
             self.pool,
             placement,
-            attention or choose_paged_attention(model.device, model.dtype),
+            attention or fitting_attention(model, self.pool.layer(0)),
             on_layers=self._layers_done,
             between_layers=between_layers,
         )
@@ -216,21 +216,22 @@ class EngineCore:
         ledger, full = self.ledger, [span for span in spans if span.end > span.first]
         hand_overs = [_leaving(chunk) for chunk in plan.chunks if chunk.num_handed_blocks]
         chosen = [*plan.decodes, *(span.sequence for span in full if span.wants_token)]
+        sampled: Sampled | None = None
         if plan.decodes or full:
             batch = ragged_batch(ledger.rows, plan.decodes, full, self.settings.block_size)
             logits = self._runner.run(batch, hand_overs)
             output.num_tokens = len(batch.token_ids)
-            sampled = None if logits is None else sample(logits, ledger.rows, batch.rows, chosen)
+            if logits is not None:
+                sampled = sample(logits, ledger.rows, batch.rows, chosen)
+                ledger.rows.append(batch.rows, sampled.token_ids)
         else:
             self._runner.copy_out(hand_overs)
-            sampled = None
         for sequence in plan.decodes:
             ledger.computed(sequence, sequence.num_tokens)
         for chunk, span in zip(plan.chunks, spans, strict=True):
             chunk.sequence.num_handed_blocks += chunk.num_handed_blocks
             ledger.computed(span.sequence, span.end)
         if sampled is not None:
-            ledger.rows.append(batch.rows, sampled.token_ids)
             self._take_tokens(chosen, sampled, output)
 
     def _take_tokens(self, chosen: list[Sequence], sampled: Sampled, output: StepOutput) -> None:

@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
     hidden_size=32,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=8,
+    head_dim=16,
     intermediate_size=48,
     vocab_size=60,
     rms_norm_eps=1e-5,
@@ -135,6 +135,17 @@ def check_baseline(core: EngineCore) -> None:
 def test_greedy_tokens_are_those_of_dense_attention(model: Model) -> None:
     for length in (1, 3, 4, 5, 31, 40):
         assert alone(model, generation(prompt_of(length))) == dense(model, prompt_of(length), 12), length
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+def test_block_sizes_change_no_token_whichever_attention_takes_them(model: Model, block_size: int) -> None:
+    core = engine(model, block_size=block_size, num_blocks=640 // block_size, max_num_batched_tokens=20)
+    asked = [generation(prompt_of(17 + 5 * kind, kind), f"r{kind}") for kind in range(4)]
+    for one in asked:
+        begin(core, one)
+    told = drain(core)
+    for one in asked:
+        assert ids(told[one.request_id]) == alone(model, one)
 
 
 @pytest.mark.parametrize("num_batched_tokens", [1, 3, 7, 16, 64])
@@ -352,7 +363,7 @@ def test_kv_found_elsewhere_is_written_and_only_the_rest_computed(model: Model) 
     assert ids(told) == alone(model, asked)
     assert told[0].num_cached_tokens == 12
     held = core.read_blocks(core_names(model, prompt_of(22)))
-    assert held.shape == (5, 2, 2, 2, SIZE, 8)
+    assert held.shape == (5, 2, 2, 2, SIZE, 16)
     assert torch.allclose(held[:, 1], torch.cat([o.blocks for o in outputs if o.layer == 1])[:5], atol=1e-6)
 
 
@@ -368,7 +379,7 @@ def test_blocks_that_others_share_are_never_written(model: Model) -> None:
     drain(core)
     before = core.read_blocks(core_names(model, prompt_of(18)))
     assert core.reserve(generation(prompt_of(18), "r"), "r", whole_prompt=True) is not None
-    garbage = torch.full((5, 2, 2, SIZE, 8), 9.0)
+    garbage = torch.full((5, 2, 2, SIZE, 16), 9.0)
     assert core.write_blocks("r", 0, 0, garbage)
     assert torch.equal(core.read_blocks(core_names(model, prompt_of(18))), before)
 
@@ -388,7 +399,7 @@ def test_what_cannot_be_is_refused_by_name(model: Model) -> None:
     assert core.reserve(generation(prompt_of(9)), "r", whole_prompt=True) is not None
     with pytest.raises(DuplicateSequence):
         core.reserve(generation(prompt_of(9)), "r", whole_prompt=True)
-    good = torch.zeros(1, 2, 2, SIZE, 8)
+    good = torch.zeros(1, 2, 2, SIZE, 16)
     for layer, first_block, blocks in (
         (2, 0, good),
         (0, 3, good),

@@ -172,12 +172,13 @@ async def test_an_aborted_sequence_is_not_heard_of_again(model: Model) -> None:
     listener, attention = Listener(), GatedAttention()
     async with opened(model, listener, attention=attention) as engine:
         await begin(engine, generation("gone"))
-        await begin(engine, generation("left", max_tokens=1), hand_over=True)
-        await asyncio.to_thread(attention.arrived.wait)  # a step runs, and with it both prompts or the first
+        await asyncio.to_thread(attention.arrived.wait)
+        left = asyncio.ensure_future(begin(engine, generation("left", max_tokens=1), hand_over=True))
         engine.abort("gone")
         engine.abort("gone")
         engine.abort("nobody")
         attention.gate.set()
+        await left
         await listener.until(lambda: listener.prompts)
         with pytest.raises(UnknownSequence):
             await engine.begin("gone", num_computed_tokens=0)
@@ -192,7 +193,7 @@ async def test_layers_of_an_aborted_hand_over_are_released_by_the_engine(model: 
     async with opened(model, listener, attention=attention) as engine:
         engine.set_layer_budget(1)  # a block at a time: a second one would wait for ever for the first
         await begin(engine, generation("gone", 30), hand_over=True)
-        await asyncio.to_thread(attention.arrived.wait)
+        attention.arrived.wait()  # on the loop: a layer was posted and cannot be heard before the abort
         engine.abort("gone")
         attention.gate.set()
         await begin(engine, generation("next", 3), hand_over=True)
