@@ -20,7 +20,7 @@ CPU_TORCH = if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null 
 	then $(PIP) --index-url $(TORCH_CPU_INDEX) $(TORCH) || true; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check bench image clean
+.PHONY: help up test check style types layers bench image clean
 
 help:  ## this text
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 10
@@ -31,11 +31,17 @@ up: $(RUNTIME)  ## start the whole mesh here: make up ARGS="--prefill 2 --decode
 test: $(DEV)  ## every test that needs no GPU: make test ARGS="-k router"
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
-check: $(DEV)  ## ruff, mypy, pyright, import-linter
+check: style types layers  ## ruff, mypy, pyright, import-linter; `make -k check` goes on after a failure
+
+style: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/pyright
+
+layers: $(DEV)
 	$(BIN)/lint-imports
 
 bench: $(DEV)  ## what this machine reaches, with ratios
