@@ -60,8 +60,8 @@ class PlainDisplay:
 class TerminalDisplay:
     """Lasting lines scroll by above a few lines that change."""
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False)
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._busy: dict[str, str] = {}
         self._live = Live(console=self._console, refresh_per_second=8, transient=True)
         self._live.start()
@@ -84,7 +84,7 @@ class TerminalDisplay:
             Spinner("dots", Text.assemble((f"{n:<{_NAME_WIDTH - 2}} ", "bold"), d))
             for n, d in self._busy.items()
         ]
-        self._live.update(Group(*rows))
+        self._live.update(Group(*rows), refresh=True)
 
     def close(self) -> None:
         """Take the changing lines away."""
@@ -93,7 +93,7 @@ class TerminalDisplay:
 
 def new_display() -> Display:
     """For people where standard output is a terminal, else plain lines."""
-    return TerminalDisplay() if sys.stdout.isatty() else PlainDisplay()
+    return TerminalDisplay(Console(highlight=False)) if sys.stdout.isatty() else PlainDisplay()
 
 
 def _without_small_steps(detail: str) -> str:

@@ -45,6 +45,7 @@ class Mesh:
         self._kill_after_seconds = drain_timeout_seconds + KILL_GRACE_SECONDS
         self._supervision = Supervision({p.name: p.stage for p in programs})
         self._processes: dict[str, ChildProcess] = {}
+        self._started_at: dict[str, float] = {}
         self._kill_at: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._num_stops_asked = 0
@@ -86,6 +87,10 @@ class Mesh:
         """Whether the child of this name has this process id now: others may share our broker."""
         return name in self._processes and self._processes[name].pid == pid
 
+    def age_seconds(self, name: str) -> float:
+        """How long ago the child of this name was last started."""
+        return asyncio.get_running_loop().time() - self._started_at[name]
+
     def on_death(self, listener: Callable[[str, int], None]) -> None:
         """Call `listener` with name and process id after each end of a child."""
         self._death_listeners.append(listener)
@@ -108,6 +113,7 @@ class Mesh:
             self._died(name, 126, [str(error)])
             return
         self._processes[name] = process
+        self._started_at[name] = asyncio.get_running_loop().time()
         self._wake.set()  # a stop may have been asked for meanwhile
         code = await process.wait()
         del self._processes[name]

@@ -55,12 +55,17 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> Prepared:
     except BaseException:
         lock.close()
         raise
-    threads = settings.threads or share_threads(os.cpu_count() or 1, settings.prefill + settings.decode)
+    threads = settings.threads or share_threads(_num_cores(), settings.prefill + settings.decode)
     children = [
         with_threads(child, read[child.name], threads) for child in plan_children(settings, port=port)
     ]
     needs_key = bool(getattr(read["gateway"], "api_key", ""))
     return Prepared(settings, port, children, childrens, needs_key, state_dir, lock)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use: fewer than the machine has under a cpuset."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def with_threads(child: Child, read: msgspec.Struct, threads: int) -> Child:

@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import version
 
 from libs.runtime.connect import connect_bus
+from libs.runtime.signals import end_at_latest_after
 from libs.telemetry.logs import configure_logs
 from services.up.announce import invitation, reachable_url, wait_gateway_ready
 from services.up.broker import plan_broker
@@ -14,6 +15,8 @@ from services.up.mesh import Mesh, Program
 from services.up.plan import BROKER
 from services.up.prepare import Prepared
 from services.up.watch import Watch
+
+_LEAVE_SECONDS = 5.0
 
 
 async def start(prepared: Prepared) -> int:
@@ -50,6 +53,9 @@ async def _run(prepared: Prepared, display: Display) -> int:
     async with asyncio.TaskGroup() as group:
         side = group.create_task(_accompany(prepared, mesh, display, nats_url), name="watch")
         exit_code = await mesh.run()
+        display.close()
+        # Everything has ended; a library that swallows this cancellation must not keep us.
+        end_at_latest_after(_LEAVE_SECONDS, exit_code)
         side.cancel()
     return exit_code
 

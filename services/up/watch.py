@@ -1,30 +1,49 @@
 """Hears from the children through presence: shows progress, says when all are ready, strikes off the dead."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from libs.bus.messages.presence import Presence, ServiceState
 from libs.bus.port import Bus, BusError
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from services.up.display import Display
-from services.up.mesh import Mesh
 
 _MAX_DEATHS_WAITING = 256
+
+
+class Children(Protocol):
+    """What the processes themselves know; `Mesh` is it."""
+
+    def is_ours(self, name: str, pid: int) -> bool:
+        """Whether the child of this name has this process id now: others may share our broker."""
+        ...
+
+    def age_seconds(self, name: str) -> float:
+        """How long ago the child of this name was last started."""
+        ...
+
+    def became_ready(self, name: str) -> None:
+        """The child told so itself."""
+        ...
+
+    def on_death(self, listener: Callable[[str, int], None]) -> None:
+        """Call `listener` with name and process id after each end of a child."""
+        ...
 
 
 class Watch:
     """Presence of the children named, turned into what a person sees."""
 
-    def __init__(self, mesh: Mesh, display: Display, names: Sequence[str]) -> None:
-        self._mesh, self._display = mesh, display
+    def __init__(self, children: Children, display: Display, names: Sequence[str]) -> None:
+        self._children, self._display = children, display
         self._states: dict[str, ServiceState | None] = dict.fromkeys(names)
         self._roster = Roster()
         self._deaths: asyncio.Queue[int] = asyncio.Queue(_MAX_DEATHS_WAITING)
-        self._begun = asyncio.get_running_loop().time()
         self.all_ready = asyncio.Event()
         """Set once every child has been ready at the same time."""
-        mesh.on_death(self._died)
+        children.on_death(self._died)
 
     async def run(self, bus: Bus) -> None:
         """Until cancelled."""
@@ -49,7 +68,7 @@ class Watch:
 
     def _changed(self, change: RosterChange) -> None:
         for presence in (*change.arrived, *change.updated):
-            if presence.name in self._states and self._mesh.is_ours(presence.name, presence.pid):
+            if presence.name in self._states and self._children.is_ours(presence.name, presence.pid):
                 self._show(presence)
 
     def _show(self, presence: Presence) -> None:
@@ -58,9 +77,8 @@ class Watch:
         if presence.state is ServiceState.STARTING and (presence.detail or before is None):
             self._display.busy(name, presence.detail or "starting")
         elif presence.state is ServiceState.READY and before is not ServiceState.READY:
-            self._mesh.became_ready(name)
+            self._children.became_ready(name)
             self._display.busy(name, "")
-            seconds = asyncio.get_running_loop().time() - self._begun
-            self._display.line(name, f"ready after {seconds:.1f} s", style="green")
+            self._display.line(name, f"ready after {self._children.age_seconds(name):.1f} s", style="green")
         if all(state is ServiceState.READY for state in self._states.values()):
             self.all_ready.set()

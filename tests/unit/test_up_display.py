@@ -1,0 +1,34 @@
+"""What `up` shows: lines for files, changing lines for terminals."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from services.up.display import PlainDisplay, TerminalDisplay, new_display
+
+
+def test_without_a_terminal_there_are_only_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    display = new_display()
+    assert isinstance(display, PlainDisplay)
+    display.line("router", "ready")
+    display.text("as [it] is")
+    display.close()
+    assert capsys.readouterr().out == "router     ready\nas [it] is\n"
+
+
+def test_on_a_terminal_lasting_lines_stay_whole_and_the_busy_ones_go() -> None:
+    screen = io.StringIO()
+    display = TerminalDisplay(Console(file=screen, force_terminal=True, width=40, highlight=False))
+    display.busy("decode-0", "loading weights 40%")
+    display.line("router", "ready [not markup]")
+    display.text("curl " + "x" * 80)
+    display.busy("decode-0", "")
+    display.busy("decode-0", "")
+    display.close()
+    display.close()
+    shown = screen.getvalue()
+    assert "loading weights 40%" in shown
+    assert "ready [not markup]" in shown
+    assert "x" * 80 in shown, "what may be pasted is never broken"
+    assert "\x1b[?25h" in shown, "the cursor is back"
