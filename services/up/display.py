@@ -64,7 +64,6 @@ class TerminalDisplay:
         self._console = console
         self._busy: dict[str, str] = {}
         self._live = Live(console=self._console, refresh_per_second=8, transient=True)
-        self._live.start()
 
     def line(self, name: str, said: str, *, style: str = "") -> None:
         """One line, the name in bold."""
@@ -84,6 +83,10 @@ class TerminalDisplay:
             Spinner("dots", Text.assemble((f"{n:<{_NAME_WIDTH - 2}} ", "bold"), d))
             for n, d in self._busy.items()
         ]
+        if not rows:  # an idle terminal is left alone: people scroll and select
+            self._live.stop()
+            return
+        self._live.start()
         self._live.update(Group(*rows), refresh=True)
 
     def close(self) -> None:
