@@ -62,7 +62,7 @@ class UcxWorker:
         self._endpoints: dict[int, Endpoint] = {}
         self._events: list[Callable[[], None]] = []
         self._is_progress_due = False
-        self._closed = asyncio.Event()
+        self._dry = asyncio.Event()
         self._param = abi.RequestParam(op_attr_mask=abi.OP_CALLBACK | abi.OP_USER_DATA | abi.OP_FLAGS)
         self._param_address = ctypes.addressof(self._param)
         self._open(context)
@@ -157,30 +157,26 @@ class UcxWorker:
         self._calls.ucp_am_data_release(self._worker, descriptor)
         self._progress_soon()
 
-    async def close(self, timeout_seconds: float) -> None:
-        """Cut all endpoints, let what is under way end, free the worker. Idempotent."""
-        if not self._worker:
-            return
+    async def close(self) -> None:
+        """Cut all endpoints, let what is under way end, however long that takes, and free the worker.
+
+        UCX corrupts the heap when a worker is destroyed under its operations. With a stopped peer that does not read
+        its socket they end when it goes on, dies, or the kernel gives the connection up.
+        """
         for endpoint in tuple(self._endpoints):
             self.disconnect(endpoint)
-        self._closed.clear()
-        try:
-            if self._operations:
-                await asyncio.wait_for(self._closed.wait(), timeout_seconds)
-        except TimeoutError:
-            pass  # destroying the worker ends them
-        finally:
-            self._destroy()
-
-    def _destroy(self) -> None:
-        worker, self._worker = self._worker, 0
-        if worker:
-            self._loop.remove_reader(self._fd)
+        while self._operations:
+            self._dry.clear()
+            await self._dry.wait()
+        if self._worker:
+            worker = self.abandon()
             self._calls.ucp_worker_destroy(worker)
-            self._events.clear()
-            operations, self._operations = self._operations, {}
-            for operation in operations.values():
-                operation.done(abi.ERR_CANCELED)
+
+    def abandon(self) -> int:
+        """Progress no more and free nothing, for a process that ends before its operations do. The handle."""
+        self._loop.remove_reader(self._fd)
+        worker, self._worker = self._worker, 0
+        return worker
 
     # Operations
 
@@ -204,7 +200,7 @@ class UcxWorker:
             self._bulk_bytes -= operation.num_bytes
             operation.done(status)
         if not self._operations:
-            self._closed.set()
+            self._dry.set()
 
     # Callbacks of UCX
 

@@ -11,6 +11,9 @@ from libs.transport.ucx.worker import Arrival, UcxWorker
 
 CLOSE_SECONDS = 1.0
 
+_abandoned: "list[SharedWorker]" = []
+"""Kept alive, since UCX holds pointers into them; see `Workers.close`."""
+
 
 class SharedWorker:
     """A worker, the Links on it, and the incarnations it ever met."""
@@ -36,7 +39,7 @@ class Workers:
         self._library: Library | None = None
         self._context = 0
         self._workers: list[SharedWorker] = []
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[asyncio.Task[None], SharedWorker] = {}
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -62,16 +65,19 @@ class Workers:
         """A Link on it is over; free it with the last one."""
         if not worker.wires and worker in self._workers:
             self._workers.remove(worker)
-            task = asyncio.get_running_loop().create_task(worker.ucx.close(CLOSE_SECONDS))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            task = asyncio.get_running_loop().create_task(worker.ucx.close())
+            self._closing[task] = worker
+            task.add_done_callback(self._closing.pop)
 
     async def close(self) -> None:
-        """Free everything. Idempotent."""
-        while self._workers:
-            await self._workers.pop().ucx.close(CLOSE_SECONDS)
-        await asyncio.gather(*self._closing)
+        """Free everything, but what a peer holds on to. Idempotent. All Links are closed before."""
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=CLOSE_SECONDS)
+        for task, worker in tuple(self._closing.items()):
+            task.cancel()
+            worker.ucx.abandon()
+            _abandoned.append(worker)
         context, self._context = self._context, 0
-        if self._library is not None and context:
+        if self._library is not None and context and not self._closing:
             self._library.calls.ucp_cleanup(context)
         self._library = None
