@@ -110,7 +110,7 @@ class _Round(Generic[S]):
         self.free = limits.num_free_blocks
         self.seats = limits.max_num_seqs
         self.hand_over_left = limits.num_hand_over_blocks
-        num_decodes = sum(map(is_decode, by_age))
+        num_decodes = sum(1 for sequence in by_age if sequence.num_blocks and is_decode(sequence))
         num_prompts = len(by_age) - num_decodes
         # A prompt that is older than all decodes takes a seat, so at most this many decodes sit beside it.
         seated = min(num_decodes, limits.max_num_seqs - 1 if num_prompts else limits.max_num_seqs)

@@ -21,7 +21,11 @@ class EngineSettings:
     hand_over_bytes: int = 256 << 20
     """KV handed out and not yet released, at most; prompts that are handed over wait beyond it."""
     num_threads: int | None = None
-    """CPU threads inside an operation; None leaves torch's choice."""
+    """CPU threads inside an operation; None leaves torch's choice.
+
+    OpenMP keeps a team per calling thread and lets teams sleep at every barrier, at half the speed, once
+    all teams together outnumber the cores. So load the model on a thread that ends, or with one thread.
+    """
     prefix_cache: bool = True
     """Whether blocks stay findable by name after their sequence is over."""
 

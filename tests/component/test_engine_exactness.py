@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.paged_attention.reference import ReferenceAttention
+from libs.engine.bench import measure_engine
 from libs.engine.engine_core import EngineCore, StepOutput
 from libs.engine.errors import (
     BadBlocks,
@@ -19,6 +22,7 @@ from libs.engine.errors import (
 )
 from libs.engine.outputs import LayerOutput, TokenOutput
 from libs.engine.settings import EngineSettings
+from libs.kv.names import block_names
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
 from libs.model.random_model import random_model
@@ -234,7 +238,7 @@ def test_one_that_outgrows_the_whole_pool_ends_with_length(model: Model) -> None
         {"temperature": 0.0, "presence_penalty": 1.5, "min_tokens": 9, "ignore_eos": False},
     ],
 )
-def test_a_replay_continues_the_same_text(model: Model, sampling: dict[str, object]) -> None:
+def test_a_replay_continues_the_same_text(model: Model, sampling: dict[str, Any]) -> None:
     prompt = prompt_of(9)
     whole = alone(model, generation(prompt, **sampling))
     for cut in range(1, len(whole)):
@@ -368,8 +372,6 @@ def test_kv_found_elsewhere_is_written_and_only_the_rest_computed(model: Model) 
 
 
 def core_names(model: Model, tokens: list[int]) -> list[bytes]:
-    from libs.kv.names import block_names
-
     return block_names(tokens, SIZE, model.fingerprint, "")
 
 
@@ -456,8 +458,6 @@ def test_a_passed_deadline_fails_a_sequence_in_any_state(model: Model) -> None:
 
 
 def test_an_error_in_a_step_fails_its_sequences_and_no_other(model: Model) -> None:
-    from kernels.paged_attention.reference import ReferenceAttention
-
     class Breaking(ReferenceAttention):
         is_broken = False
 
@@ -494,3 +494,11 @@ def test_the_load_counts_what_is_held_and_waited_for(model: Model) -> None:
         core.abort(name)
     assert core.ledger.allocator.num_named > 0
     assert core.ledger.load().num_used_blocks == 0, "blocks only kept by name are free"
+
+
+def test_the_measurement_measures(model: Model) -> None:
+    rates = measure_engine(
+        model, num_seqs=(1, 3), num_context_tokens=12, num_prompt_tokens=30, num_steps=4, num_repeats=1
+    )
+    assert set(rates.decode_tokens_per_second) == {1, 3}
+    assert min(*rates.decode_tokens_per_second.values(), rates.prefill_tokens_per_second) > 0

@@ -97,7 +97,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert not any(self.allocator.has_name(block) for block in taken)
         self.holders.append(taken)
 
-    @rule(names=st.lists(NAMES, max_size=3))
+    @rule(names=st.lists(NAMES, max_size=3, unique=True))
     def share(self, names: list[bytes]) -> None:
         found = self.allocator.find(names)
         free, cost = self.allocator.num_free, self.allocator.num_cached(found)

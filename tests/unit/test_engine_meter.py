@@ -1,10 +1,13 @@
+import dataclasses
 import threading
 
 import pytest
+import torch
 
 from libs.engine.hand_over import HandOverBudget
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
+from libs.engine.outputs import LayerOutput
 from libs.engine.settings import EngineSettings, pool_blocks
 
 
@@ -77,21 +80,14 @@ def test_settings_are_checked_and_size_the_pool() -> None:
     assert pool_blocks(EngineSettings(max_model_len=8, kv_memory_bytes=2999), block_bytes=1000) == 2
     with pytest.raises(ValueError, match="below one block"):
         pool_blocks(EngineSettings(max_model_len=8, kv_memory_bytes=999), block_bytes=1000)
-    for wrong in (
-        {"max_model_len": 0},
-        {"max_model_len": 1, "block_size": 0},
-        {"max_model_len": 1, "num_blocks": 0},
-    ):
-        with pytest.raises(ValueError, match="at least 1"):
-            EngineSettings(**wrong)
+    fine = EngineSettings(max_model_len=1)
+    for name in ("max_model_len", "block_size", "num_blocks", "max_num_seqs", "num_threads"):
+        with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+            dataclasses.replace(fine, **{name: 0})  # type: ignore[arg-type]  # any of the sizes
     assert EngineSettings(max_model_len=8, max_num_seqs=9, max_num_batched_tokens=4).num_step_seqs == 4
 
 
 def test_the_hand_over_budget_lets_one_block_leave_when_nothing_is_out() -> None:
-    import torch
-
-    from libs.engine.outputs import LayerOutput
-
     budget = HandOverBudget(limit_bytes=100, block_bytes=64)
     assert budget.num_blocks == 1
     budget.set_limit(10)
