@@ -2,6 +2,7 @@
 //
 // Work is cut into items of one sequence and one KV head; all query heads of the group share what is read of the
 // cache. Items of a few rows and items of many rows are computed in different ways.
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -16,44 +17,62 @@ struct Scratch {
     FewRowsScratch few;
 };
 
+struct Work {
+    std::vector<Item> many, few;
+};
+
 // The later rows of a prompt see the most keys; they come first, so that the threads end together.
-std::vector<Item> work_items(const Call& call) {
-    std::vector<Item> items;
+Work cut(const Call& call) {
+    Work work;
     for (int64_t sequence = 0; sequence < call.num_sequences; ++sequence) {
         const int64_t num_rows = (call.query_starts[sequence + 1] - call.query_starts[sequence]) * call.group;
         for (int64_t end = num_rows; end > 0;) {
             const int64_t first = (end - 1) / kMaxRows * kMaxRows;
+            std::vector<Item>& items = end - first > kFewRows ? work.many : work.few;
             for (int64_t head = 0; head < call.num_kv_heads; ++head)
                 items.push_back({(int32_t)sequence, (int32_t)head, (int32_t)first, (int32_t)(end - first)});
             end = first;
         }
     }
-    return items;
-}
-
-template <class T, int ROWS = kFewRows>
-void run_few(const Slice<T>& slice, FewRowsScratch& scratch) {
-    if (slice.item.num_rows == ROWS) FewRows<T, ROWS>{slice, scratch, {}, {}, {}}.run();
-    else if constexpr (ROWS > 1) run_few<T, ROWS - 1>(slice, scratch);
+    return work;
 }
 
 template <class T>
-void run(const Slice<T>& slice, Scratch& scratch) {
+void run_many(const Slice<T>& slice, ManyRowsScratch& scratch) {
     const int vectors = (slice.item.num_rows + kLanes - 1) / kLanes;
-    if (slice.item.num_rows <= kFewRows) run_few<T>(slice, scratch.few);
-    else if (vectors == 1) ManyRows<T, 1>{slice, scratch.many, {}, {}, {}, {}}.run();
-    else if (vectors == 2) ManyRows<T, 2>{slice, scratch.many, {}, {}, {}, {}}.run();
-    else ManyRows<T, 3>{slice, scratch.many, {}, {}, {}, {}}.run();
+    if (vectors == 1) ManyRows<T, 1>{slice, scratch, {}, {}, {}, {}}.run();
+    else if (vectors == 2) ManyRows<T, 2>{slice, scratch, {}, {}, {}, {}}.run();
+    else ManyRows<T, 3>{slice, scratch, {}, {}, {}, {}}.run();
+}
+
+template <class T, int ROWS = kFewRows>
+void run_few(const Slice<T>& slice, const Slice<T>* following, FewRowsScratch& scratch) {
+    if (slice.item.num_rows == ROWS) FewRows<T, ROWS>{slice, following, scratch, {}, {}, {}}.run();
+    else if constexpr (ROWS > 1) run_few<T, ROWS - 1>(slice, following, scratch);
+}
+
+// A thread claims an item before it computes the one it has, so that it knows what to ask the memory for.
+template <class T>
+void claim_few(const Call& call, const std::vector<Item>& items, std::atomic<size_t>& claimed, FewRowsScratch& scratch) {
+    size_t now = claimed++;
+    while (now < items.size()) {
+        const size_t next = claimed++;
+        const Slice<T> following{call, items[std::min(next, items.size() - 1)]};
+        run_few<T>(Slice<T>{call, items[now]}, next < items.size() ? &following : nullptr, scratch);
+        now = next;
+    }
 }
 
 template <class T>
 void attend(const Call& call, int num_threads) {
-    const std::vector<Item> items = work_items(call);
+    const Work work = cut(call);
+    std::atomic<size_t> claimed{0};
 #pragma omp parallel num_threads(num_threads)
     {
         static thread_local std::unique_ptr<Scratch> scratch(new Scratch);
 #pragma omp for schedule(dynamic, 1) nowait
-        for (size_t i = 0; i < items.size(); ++i) run(Slice<T>{call, items[i]}, *scratch);
+        for (size_t i = 0; i < work.many.size(); ++i) run_many(Slice<T>{call, work.many[i]}, scratch->many);
+        claim_few<T>(call, work.few, claimed, scratch->few);
     }
 }
 
