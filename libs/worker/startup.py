@@ -33,9 +33,8 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
     # On a CPU without bfloat16 instructions every product is converted back and forth.
-    is_fast = (
-        device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    )
+    features = torch.cpu.get_capabilities()
+    is_fast = device.type == "cuda" or features.get("avx512_bf16") or features.get("amx_bf16")
     return torch.bfloat16 if is_fast else torch.float32
 
 

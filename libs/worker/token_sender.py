@@ -1,7 +1,9 @@
 """Publishes token frames, and keeps them while the broker is away."""
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import NoReturn
 
 import structlog
@@ -47,23 +49,30 @@ class TokenSender:
         await self._emptied.wait()
 
     async def _publish(self, gateway: str, deltas: list[TokenDelta]) -> None:
-        try:
-            await self._bus.publish(TokenFrame(worker=self._worker, deltas=deltas), to=gateway)
-            self._note(is_heard=True)
-        except MessageTooLarge as error:
-            if len(deltas) > 1:
-                middle = len(deltas) // 2
-                await self._publish(gateway, deltas[:middle])
-                await self._publish(gateway, deltas[middle:])
-            else:
-                # The gateway sees the gap and asks again.
-                log.warning(
-                    "token_delta_too_large", size_bytes=error.size_bytes, limit_bytes=error.limit_bytes
-                )
-        except BusError as error:
-            self._note(is_heard=False, error=str(error))
-            self.outbox.put_back(gateway, deltas)
-            await asyncio.sleep(RETRY_SECONDS)
+        """All of them in order, in several frames where one is too large; what cannot be sent is kept."""
+        parts = deque([deltas])
+        while parts:
+            part = parts.popleft()
+            try:
+                await self._bus.publish(TokenFrame(worker=self._worker, deltas=part), to=gateway)
+                self._note(is_heard=True)
+            except MessageTooLarge as error:
+                middle = len(part) // 2
+                if middle:
+                    parts.extendleft((part[middle:], part[:middle]))
+                else:
+                    # The gateway sees the gap and asks again.
+                    log.warning(
+                        "token_delta_too_large", size_bytes=error.size_bytes, limit_bytes=error.limit_bytes
+                    )
+            except ValueError as error:
+                # No name that a message can be addressed to, so there is nobody to miss it.
+                log.warning("gateway_name_invalid", gateway=gateway, error=str(error))
+            except BusError as error:
+                self._note(is_heard=False, error=str(error))
+                self.outbox.put_back(gateway, list(chain(part, *parts)))
+                await asyncio.sleep(RETRY_SECONDS)
+                return
 
     def _note(self, *, is_heard: bool, error: str = "") -> None:
         if is_heard != self._was_heard:

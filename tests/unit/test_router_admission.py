@@ -236,7 +236,7 @@ def test_a_prefill_queue_over_its_bound_takes_no_more_prompts() -> None:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Any order of arrivals, withdrawals, reports, deaths, time: one answer each, in order, within capacity."""
+    """Any order of arrivals, withdrawals, reports, deaths: one answer each, in order, within capacity."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
