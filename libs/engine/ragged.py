@@ -51,45 +51,50 @@ def ragged_batch(
 ) -> RaggedBatch:
     """The batch of a step. Blocks and tokens of all sequences must be in `table`."""
     rows = np.fromiter((sequence.row for sequence in decodes), dtype=np.int64, count=len(decodes))
-    context_lens = table.num_tokens[rows]
-    positions = context_lens - 1
-    token_ids = table.last_token[rows]
-    slots = _slots(table, rows, positions, block_size)
-    starts = np.arange(len(rows) + 1, dtype=np.int32)
     if not spans:
-        longest = int(context_lens.max())
-        return RaggedBatch(
-            token_ids,
-            positions,
-            slots,
-            table.block_tables[rows, : -(-longest // block_size)],
-            context_lens.astype(np.int32),
-            starts,
-            1,
-            longest,
-            None,
-            rows,
-        )
-    lens = np.array([span.end - span.first for span in spans], dtype=np.int64)
+        return _decode_batch(table, rows, block_size)
     span_rows = np.array([span.sequence.row for span in spans], dtype=np.int64)
-    span_positions = np.concatenate([np.arange(span.first, span.end) for span in spans])
-    new_ids = [np.array(span.sequence.token_ids[span.first : span.end], dtype=np.int64) for span in spans]
-    all_rows = np.concatenate([rows, span_rows])
-    all_lens = np.concatenate([context_lens, np.array([span.end for span in spans], dtype=np.int64)])
-    ends = len(rows) + lens.cumsum()
+    span_ends = np.array([span.end for span in spans], dtype=np.int64)
+    lens = np.array([span.end - span.first for span in spans], dtype=np.int64)
     wanted = np.array([span.wants_token for span in spans], dtype=bool)
-    longest = int(all_lens.max())
+    new_ids = [np.array(span.sequence.token_ids[span.first : span.end], dtype=np.int64) for span in spans]
+    new_positions = [np.arange(span.first, span.end) for span in spans]
+    decode_lens = table.num_tokens[rows]
+    positions = np.concatenate([decode_lens - 1, *new_positions])
+    context_lens = np.concatenate([decode_lens, span_ends])
+    starts = np.concatenate([np.arange(len(rows) + 1), len(rows) + lens.cumsum()])
+    all_rows = np.concatenate([rows, span_rows])
+    longest = int(context_lens.max())
     return RaggedBatch(
-        token_ids=np.concatenate([token_ids, *new_ids]),
-        positions=np.concatenate([positions, span_positions]),
-        slots=np.concatenate([slots, _slots(table, span_rows.repeat(lens), span_positions, block_size)]),
+        token_ids=np.concatenate([table.last_token[rows], *new_ids]),
+        positions=positions,
+        slots=_slots(table, np.concatenate([rows, span_rows.repeat(lens)]), positions, block_size),
         block_tables=table.block_tables[all_rows, : -(-longest // block_size)],
-        context_lens=all_lens.astype(np.int32),
-        query_starts=np.concatenate([starts, ends.astype(np.int32)]),
+        context_lens=context_lens.astype(np.int32),
+        query_starts=starts.astype(np.int32),
         max_query_len=int(lens.max()),
         max_context_len=longest,
-        last_tokens=np.concatenate([np.arange(len(rows)), ends[wanted] - 1]),
+        last_tokens=np.concatenate([np.arange(len(rows)), starts[len(rows) + 1 :][wanted] - 1]),
         rows=np.concatenate([rows, span_rows[wanted]]),
+    )
+
+
+def _decode_batch(table: Rows, rows: Int64, block_size: int) -> RaggedBatch:
+    """The usual step: every sequence brings its last token."""
+    context_lens = table.num_tokens[rows]
+    positions = context_lens - 1
+    longest = int(context_lens.max())
+    return RaggedBatch(
+        token_ids=table.last_token[rows],
+        positions=positions,
+        slots=_slots(table, rows, positions, block_size),
+        block_tables=table.block_tables[rows, : -(-longest // block_size)],
+        context_lens=context_lens.astype(np.int32),
+        query_starts=np.arange(len(rows) + 1, dtype=np.int32),
+        max_query_len=1,
+        max_context_len=longest,
+        last_tokens=None,
+        rows=rows,
     )
 
 
