@@ -71,7 +71,9 @@ class Decoding:
         if refusal is not None:
             self._metrics.refused.labels(refusal.reason.value).inc()
             return refusal
-        return Reserved(link_address=link_address if request.prefill else "")
+        held = self.sequences.get(request.generation.request_id)
+        num_cached = held.adoption.num_cached_blocks if held is not None and held.adoption is not None else 0
+        return Reserved(link_address=link_address if request.prefill else "", num_cached_blocks=num_cached)
 
     def abort(self, request_id: str) -> None:
         """Nobody wants it any more. Unknown ids are ignored."""

@@ -1,8 +1,9 @@
 """What a prefill worker does with its prompts: wait for room, find a prefix, run, hand over.
 
-How a prompt ends, and who tells its gateway. Handed over: the decode worker sends the first token. Failed while
-its Link is there: the decode worker is told, frees its blocks and tells the gateway. Failed without a Link: a
-token frame from here, because the decode worker is dead or out of reach. Should both tell, the first counts.
+How a prompt ends, and who tells its gateway. Handed over: the decode worker sends the first token. Failed
+while its Link is there: the decode worker is told, frees its blocks and tells the gateway. Failed without a
+Link: a token frame from here, because the decode worker is dead or out of reach. Should both tell, the first
+counts.
 """
 
 import asyncio
@@ -83,7 +84,7 @@ class Prefilling:
         generation = request.generation
         if self.prompts.get(generation.request_id) is None:
             span = start_span("prefill", generation.traceparent, request_id=generation.request_id)
-            prompt = Prompt(request, self._clock(), span)
+            prompt = Prompt(request, self._clock(), span, first_block=self._first_block(request))
             self.prompts.add(prompt)
             self.recent.add(prompt.request_id, self._clock())
             prompt.task = self._spawn("prompt", self._run(prompt))
@@ -176,7 +177,10 @@ class Prefilling:
                 reservation = await self._reserve(prompt)
                 num_blocks = await self._load_prefix(prompt, reservation)
                 await self._engine.begin(
-                    prompt.request_id, num_computed_tokens=num_blocks * self._block_size, hand_over=True
+                    prompt.request_id,
+                    num_computed_tokens=num_blocks * self._block_size,
+                    hand_over=True,
+                    first_block=prompt.first_block,
                 )
                 await prompt.handed_over
         except TimeoutError:
@@ -224,6 +228,9 @@ class Prefilling:
         num_loaded, num_held = await self._store.load(names[:num_findable], num_here, write)
         if num_held is not None:
             prompt.put = self._store.begin_put(names, num_held)
+            if prompt.put is not None:
+                # The store wants blocks that the decode instance has; they come this way or not at all.
+                prompt.first_block = min(prompt.first_block, num_held)
         return num_loaded
 
     def _failed(self, prompt: Prompt, failure: PromptFailed) -> None:
@@ -241,6 +248,10 @@ class Prefilling:
             request_id=prompt.request_id, index=0, token_ids=(), failure=failure.reason, detail=failure.detail
         )
         self._send_tokens(prompt.request.generation.gateway, (delta,))
+
+    def _first_block(self, request: Prefill) -> int:
+        """The first block to hand over. The last token is always computed, so its block is among them."""
+        return max(0, min(request.first_block, (num_tokens(request.generation) - 1) // self._block_size))
 
     def _refusal(self, request: Prefill) -> Refused | None:
         if self.is_draining:

@@ -30,6 +30,8 @@ class Prompt:
     request: Prefill
     arrived_at: float
     span: Span
+    first_block: int = 0
+    """The first block that is handed over; the decode worker has those before."""
     handed_over: "asyncio.Future[None]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 from workers_mesh import Reference, WorkersMesh, prompt_of, running_mesh
 
-from libs.bus.messages.generation import Refused
-from libs.request.outcome import FinishReason, RefusalReason
+from libs.bus.messages.generation import Refused, Reserved
+from libs.request.outcome import FailureReason, FinishReason, RefusalReason
 
 
 @pytest.fixture
@@ -109,6 +109,38 @@ async def test_prefix_hits_at_the_prefill_worker_are_told_exactly_and_handed_ove
     )
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 40)
     assert second.tokens == first.tokens
+
+
+async def test_blocks_that_the_decode_worker_has_are_not_sent_again(mesh: WorkersMesh) -> None:
+    gateway = await mesh.gateway()
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
+    first = await gateway.generate(prompt_of(41), **where)
+    sent_before = prefill.gauge("kvmesh_kv_transfer_bytes_total", direction="sent")
+    longer = prompt_of(41) + first.tokens + prompt_of(6, seed=3)
+    second = await gateway.generate(longer, **where)
+    assert second.num_cached_blocks == 12
+    sent = prefill.gauge("kvmesh_kv_transfer_bytes_total", direction="sent") - sent_before
+    assert sent == sent_before * (14 - 12) / 11
+    other = await mesh.decode("decode-1")
+    fresh = await gateway.generate(longer, prefill=prefill.incarnation, decode=other.incarnation)
+    assert (fresh.num_cached_blocks, fresh.tokens) == (0, second.tokens)
+    await mesh.until_idle()
+
+
+async def test_more_blocks_claimed_than_the_decode_worker_has_is_a_failure_not_a_wrong_text(
+    mesh: WorkersMesh,
+) -> None:
+    gateway = await mesh.gateway()
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    stream = gateway.listen(gateway.generation(prompt_of(41)))
+    reserved = await gateway.reserve(stream.generation, decode.incarnation, prefill.incarnation)
+    assert isinstance(reserved, Reserved)
+    await gateway.prefill(
+        stream.generation, decode.incarnation, prefill.incarnation, reserved.link_address, 99
+    )
+    assert (await stream.end()).failure is FailureReason.CORRUPT
+    await mesh.until_idle()
 
 
 async def test_streams_aborted_at_any_moment_leave_nothing_and_the_others_are_right(

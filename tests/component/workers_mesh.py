@@ -132,6 +132,7 @@ class Stream:
     failure: FailureReason | None = None
     detail: str = ""
     num_cached_tokens: int = 0
+    num_cached_blocks: int = 0
     num_frames: int = 0
     prefill: str = ""
     decode: str = ""
@@ -234,9 +235,11 @@ class Gateway:
         )
 
     async def prefill(
-        self, generation: Generation, decode: str, prefill: str, link_address: str
+        self, generation: Generation, decode: str, prefill: str, link_address: str, first_block: int = 0
     ) -> Queued | Refused:
-        message = Prefill(generation=generation, decode=decode, link_address=link_address)
+        message = Prefill(
+            generation=generation, decode=decode, link_address=link_address, first_block=first_block
+        )
         return await self.bus.request(message, to=prefill, timeout_seconds=5)
 
     async def place_and_reserve(self, generation: Generation) -> tuple[str, str, Reserved | Refused]:
@@ -260,7 +263,10 @@ class Gateway:
         stream.prefill, stream.decode = prefill, decode
         assert isinstance(reserved, Reserved), reserved
         if prefill:
-            queued = await self.prefill(generation, decode, prefill, reserved.link_address)
+            stream.num_cached_blocks = reserved.num_cached_blocks
+            queued = await self.prefill(
+                generation, decode, prefill, reserved.link_address, reserved.num_cached_blocks
+            )
             assert isinstance(queued, Queued), queued
         return stream
 

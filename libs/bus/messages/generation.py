@@ -56,6 +56,8 @@ class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
     """Blocks for the prompt are held under a lease; KV is awaited at `link_address`."""
 
     link_address: str
+    num_cached_blocks: int = 0
+    """Blocks of the prompt whose KV is here already; it need not be sent."""
 
 
 class Reserve(Request[Reserved | Refused], frozen=True, kw_only=True, tag="reserve"):
@@ -82,6 +84,8 @@ class Prefill(Request[Queued | Refused], frozen=True, kw_only=True, tag="prefill
     generation: Generation
     decode: str
     link_address: str
+    first_block: int = 0
+    """The decode instance has the KV of the blocks before this one."""
 
 
 class Abort(Message, frozen=True, kw_only=True, tag="abort"):
