@@ -139,6 +139,60 @@ async def test_a_gateway_that_is_gone_takes_its_sequences_with_it(mesh: WorkersM
     await stays.end()
     assert len(stays.tokens) == 50
     await mesh.until_idle()
+    assert decode.gauge("kvmesh_generation_tokens_total") < 3 * 400
+
+
+async def test_an_abort_frees_a_running_sequence_at_once(mesh: WorkersMesh) -> None:
+    gateway, prefill, decode = await pair(mesh)
+    where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
+    stream = await gateway.begin(gateway.generation(prompt_of(9), max_tokens=490), **where)
+    await stream.until(2)
+    await gateway.abort(stream)
+    await mesh.until_idle()
+    assert decode.gauge("kvmesh_generation_tokens_total") < 490
+
+
+@pytest.mark.parametrize("is_gateway_gone", [False, True])
+async def test_a_prompt_on_its_way_is_freed_by_an_abort_and_with_its_gateway(
+    mesh: WorkersMesh, is_gateway_gone: bool
+) -> None:
+    held_back = asyncio.Event()
+
+    def hold_blocks(header: FrameHeader, body: Bytes | None) -> bool | Awaitable[object]:
+        held_back.set()
+        return asyncio.Event().wait() if isinstance(header, LayerBlocks) else True
+
+    gateway, prefill, decode = await pair(mesh, wrap=tampering(hold_blocks))
+    where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
+    stream = await gateway.begin(gateway.generation(prompt_of(50)), **where)
+    await held_back.wait()
+    assert prefill.gauge("kvmesh_num_requests_held") == 1
+    if is_gateway_gone:
+        mesh.tasks[0].cancel()
+        await gateway.bus.delete_presence(gateway.incarnation)
+    else:
+        await gateway.abort(stream)
+    await mesh.until_idle()
+
+
+async def test_a_prefill_worker_that_leaves_before_it_made_a_link_is_not_waited_for(
+    mesh: WorkersMesh,
+) -> None:
+    gateway, prefill, decode = await pair(mesh)
+    stream = gateway.listen(gateway.generation(prompt_of(50)))
+    await gateway.reserve(stream.generation, decode.incarnation, prefill.incarnation)
+    await mesh.stop(prefill)
+    await asyncio.wait_for(stream.end(), 5)
+    assert stream.failure is FailureReason.PEER_LOST
+    await mesh.until_idle()
+
+
+async def test_a_link_to_a_decode_worker_that_left_the_mesh_is_closed(mesh: WorkersMesh) -> None:
+    gateway, prefill, decode = await pair(mesh)
+    await gateway.generate(prompt_of(9), prefill=prefill.incarnation, decode=decode.incarnation)
+    assert prefill.gauge("kvmesh_num_links") == 1
+    decode.bus.disconnect()
+    await mesh.until(lambda: prefill.gauge("kvmesh_num_links") == 0)
 
 
 async def test_a_deadline_ends_a_sequence_wherever_it_is(mesh: WorkersMesh) -> None:

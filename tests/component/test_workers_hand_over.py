@@ -154,7 +154,8 @@ async def test_streams_aborted_at_any_moment_leave_nothing_and_the_others_are_ri
     chance = random.Random(4)
 
     async def one(number: int) -> None:
-        generation = gateway.generation(prompt_of(10 + number, seed=number), max_tokens=10)
+        max_tokens = 200 if number % 2 else 10
+        generation = gateway.generation(prompt_of(10 + number, seed=number), max_tokens=max_tokens)
         stream = await gateway.begin(generation)
         if number % 2:
             await asyncio.sleep(chance.random() * 0.05)
@@ -171,6 +172,7 @@ async def test_streams_aborted_at_any_moment_leave_nothing_and_the_others_are_ri
         await asyncio.gather(*(one(number) for number in range(start, start + 12)))
     await mesh.until_idle()
     assert mesh.hosted["router-0"].gauge("kvmesh_num_requests_waiting") == 0
+    assert mesh.hosted["decode-0"].gauge("kvmesh_generation_tokens_total") < 30 * 200
     await gateway.generate(prompt_of(20))
 
 

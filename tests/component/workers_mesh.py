@@ -226,6 +226,7 @@ class Gateway:
             num_tokens=len(generation.token_ids) // 4,
             max_new_tokens=generation.sampling.max_tokens,
             deadline_unix_seconds=generation.deadline_unix_seconds,
+            traceparent=generation.traceparent,
         )
         return await self.bus.request(place, timeout_seconds=20)
 
