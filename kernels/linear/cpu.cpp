@@ -145,6 +145,24 @@ void product(const Product& p, int num_threads) {
 
 extern "C" {
 
+// Rows of a weight that is not gated, as words [num_indices, num_words]. Returns how many indices are out of range;
+// their rows are left alone.
+int64_t kvmesh_linear_rows(
+    const uint32_t* weight, int64_t num_columns, int64_t num_words, const int64_t* indices, int64_t num_indices,
+    uint32_t* out, int num_threads) {
+    int64_t num_wrong = 0;
+#pragma omp parallel for num_threads(num_threads) reduction(+ : num_wrong) if (num_indices * num_words > 8192)
+    for (int64_t i = 0; i < num_indices; ++i) {
+        if (indices[i] < 0 || indices[i] >= num_columns) {
+            ++num_wrong;
+            continue;
+        }
+        const uint32_t* from = weight + indices[i] / kColumns * num_words * kColumns + indices[i] % kColumns;
+        for (int64_t word = 0; word < num_words; ++word) out[i * num_words + word] = from[word * kColumns];
+    }
+    return num_wrong;
+}
+
 // kind: 0 bfloat16, 1 float32, 2 bfloat16 with float32 result; gated: x -> silu(gate) * up, num_columns = ff.
 void kvmesh_linear(
     int kind, int gated, const void* x, int64_t x_stride, const uint32_t* weight, const float* bias,

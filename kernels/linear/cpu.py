@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.linear.packing import pack, pack_gated, rows_of, unpack, unpack_gated
+from kernels.linear.packing import pack, pack_gated, unpack, unpack_gated
 from kernels.native.library import IS_FLOAT32, bind, num_threads
 from kernels.swiglu.choose import silu_mul
 
@@ -83,6 +83,7 @@ class PackedLinear(_Packed):
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(library, weight, bias, gated=False)
+        self._gather = bind(library, "kvmesh_linear_rows", "pllplpi", counts=True)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -114,7 +115,25 @@ class PackedLinear(_Packed):
         """Rows of the weight."""
         if self._plain is not None:
             return torch.nn.functional.embedding(indices, self._plain)
-        return rows_of(self._packed, self._shape[1], indices)
+        indices = indices.contiguous()
+        if indices.dim() != 1 or indices.dtype != torch.int64:
+            raise ValueError(f"rows takes int64 [T], not {indices.dtype} {list(indices.shape)}")
+        per_word = self._packed.shape[3]
+        out = torch.empty((indices.shape[0], self._num_words * per_word), dtype=self._packed.dtype)
+        num_wrong = self._gather(
+            self._packed.data_ptr(),
+            self._num_columns,
+            self._num_words,
+            indices.data_ptr(),
+            indices.shape[0],
+            out.data_ptr(),
+            num_threads(),
+        )
+        if num_wrong:
+            raise IndexError(
+                f"{num_wrong} of {list(indices.shape)} indices are not in [0, {self._num_columns})"
+            )
+        return out[:, : self._shape[1]].contiguous()
 
 
 class PackedGatedLinear(_Packed):

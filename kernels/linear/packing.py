@@ -35,11 +35,6 @@ def unpack_gated(packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     return gate_up[:, : shape[0] // 2, : shape[1]].reshape(shape)
 
 
-def rows_of(packed: torch.Tensor, depth: int, indices: torch.Tensor) -> torch.Tensor:
-    """Rows `[T, K]` of the plain weight."""
-    return packed[indices // PANEL_COLUMNS, :, indices % PANEL_COLUMNS].flatten(1)[:, :depth].contiguous()
-
-
 def _padded(weight: torch.Tensor, multiple: int) -> torch.Tensor:
     per_word = 4 // weight.element_size()
     rows, columns = -weight.shape[0] % multiple, -weight.shape[1] % per_word

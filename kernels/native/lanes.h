@@ -28,6 +28,8 @@ struct Bf16 {
 
 #define LANES_INLINE_MEMBER inline __attribute__((always_inline))
 #define LANES_INLINE static LANES_INLINE_MEMBER
+// A loop of its own keeps the registers to itself: inlined into a larger function its sums would be spilled.
+#define LANES_APART __attribute__((noinline))
 
 static const I32 kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -55,8 +57,9 @@ LANES_INLINE F32 load(const Bf16* from) {
     return (F32)(wide << 16);
 }
 LANES_INLINE U32 load_words(const void* from) { return *(const U32Unaligned*)from; }
-// Eight words; zeros above.
-LANES_INLINE U32 load_half(const void* from) {
+// Eight words (zeros above them) or sixteen.
+LANES_INLINE U32 load_words_upto(const void* from, int count) {
+    if (count == kLanes) return load_words(from);
     U32 words = {};
     memcpy(&words, from, 32);
     return words;
@@ -112,9 +115,17 @@ struct Words<Bf16> {
         return sum + (F32)(a & 0xffff0000u) * (F32)(b & 0xffff0000u);
 #endif
     }
-    // Rounded half up, which is enough where nothing is negative or NaN.
+    // Words of two values that are neither negative nor NaN.
     LANES_INLINE U32 pack_positive(const F32* values) {
+#ifdef __AVX512BF16__
+        typedef uint16_t Halves __attribute__((vector_size(64)));
+        const Halves order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        const __m512bh narrow = _mm512_cvtne2ps_pbh((__m512)values[1], (__m512)values[0]);
+        return (U32)_mm512_permutexvar_epi16((__m512i)order, (__m512i)narrow);
+#else
         return (((U32)values[0] + 0x8000) >> 16) | (((U32)values[1] + 0x8000) & 0xffff0000u);
+#endif
     }
     LANES_INLINE U32 pack_rows(const Bf16* from, int64_t stride, int num_rows) {
         const U32 first = num_rows > 0 ? (U32)load(from) >> 16 : U32{};

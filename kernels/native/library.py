@@ -51,15 +51,15 @@ def kernel_sources() -> list[Path]:
     return sorted([*_PACKAGE.glob("*/*.cpp"), *_PACKAGE.glob("*/*.h")])
 
 
-def bind(library: ctypes.CDLL, name: str, signature: str) -> Callable[..., None]:
+def bind(library: ctypes.CDLL, name: str, signature: str, *, counts: bool = False) -> Callable[..., Any]:
     """A function of the library with its argument types set, so that a call converts without asking.
 
     `signature` has one letter for each argument: p pointer (an address, or None), i int, l int64, f float.
-    The call releases the GIL.
+    The call releases the GIL. It returns nothing, or, where it `counts`, an int64.
     """
     function = library[name]
     function.argtypes = [_ARGUMENT_TYPES[letter] for letter in signature]
-    function.restype = None
+    function.restype = ctypes.c_int64 if counts else None
     return function
 
 

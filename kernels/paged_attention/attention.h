@@ -32,6 +32,11 @@ struct Item {
 
 constexpr float kInfinity = __builtin_inff();
 
+// A row as token of the batch and head of its token.
+struct Row {
+    int64_t token, head;
+};
+
 template <class T>
 struct Slice {
     const Call& call;
@@ -39,11 +44,17 @@ struct Slice {
 
     int64_t num_queries() const { return call.query_starts[item.sequence + 1] - call.query_starts[item.sequence]; }
 
-    // The last position that a row of the item sees.
-    int64_t position(int64_t row) const {
-        return call.context_lens[item.sequence] - num_queries() + (item.first_row + row) / call.group;
+    Row row(int64_t index) const {
+        const int64_t query = (item.first_row + index) / call.group;
+        const int64_t head = (item.first_row + index) - query * call.group;
+        return {call.query_starts[item.sequence] + query, item.kv_head * call.group + head};
     }
-    int64_t last_position() const { return position(item.num_rows - 1); }
+    // The last position that a token of the sequence sees.
+    int64_t position(const Row& row) const {
+        return call.context_lens[item.sequence] + row.token - call.query_starts[item.sequence + 1];
+    }
+    int64_t first_position() const { return position(row(0)); }
+    int64_t last_position() const { return position(row(item.num_rows - 1)); }
 
     // A token's key, or value; the rest of its group of tokens lies behind it.
     const T* token(int64_t index, int is_value) const {
@@ -52,21 +63,16 @@ struct Slice {
         return (const T*)call.kv + block * call.block_stride + row * call.head_dim;
     }
 
-    const T* query(int64_t row) const { return (const T*)call.q + offset(row, call.q_stride, call.head_dim); }
-    T* result(int64_t row) const {
-        return (T*)call.out + offset(row, call.num_kv_heads * call.group * call.head_dim, call.head_dim);
+    const T* query(const Row& row) const {
+        return (const T*)call.q + row.token * call.q_stride + row.head * call.head_dim;
     }
-    void tell_lse(int64_t row, float maximum, float total) const {
+    T* result(const Row& row) const {
+        return (T*)call.out + (row.token * call.num_kv_heads * call.group + row.head) * call.head_dim;
+    }
+    void tell_lse(const Row& row, float maximum, float total) const {
         if (!call.lse) return;
-        float* lse = call.lse + offset(row, call.num_kv_heads * call.group, 1);
-        *lse = total > 0 ? maximum + __builtin_logf(total) : -kInfinity;
-    }
-
-private:
-    int64_t offset(int64_t row, int64_t token_stride, int64_t head_stride) const {
-        const int64_t index = item.first_row + row;
-        const int64_t token = call.query_starts[item.sequence] + index / call.group;
-        return token * token_stride + (item.kv_head * call.group + index % call.group) * head_stride;
+        call.lse[row.token * call.num_kv_heads * call.group + row.head] =
+            total > 0 ? maximum + __builtin_logf(total) : -kInfinity;
     }
 };
 

@@ -40,9 +40,9 @@ Work cut(const Call& call) {
 template <class T>
 void run_many(const Slice<T>& slice, ManyRowsScratch& scratch) {
     const int vectors = (slice.item.num_rows + kLanes - 1) / kLanes;
-    if (vectors == 1) ManyRows<T, 1>{slice, scratch, {}, {}, {}, {}}.run();
-    else if (vectors == 2) ManyRows<T, 2>{slice, scratch, {}, {}, {}, {}}.run();
-    else ManyRows<T, 3>{slice, scratch, {}, {}, {}, {}}.run();
+    if (vectors == 1) ManyRows<T, 1>{slice, scratch, {}, {}, {}, {}, {}}.run();
+    else if (vectors == 2) ManyRows<T, 2>{slice, scratch, {}, {}, {}, {}, {}}.run();
+    else ManyRows<T, 3>{slice, scratch, {}, {}, {}, {}, {}}.run();
 }
 
 template <class T, int ROWS = kFewRows>

@@ -18,8 +18,8 @@ def supports(dtype: torch.dtype) -> bool:
 class NativeAttention:
     """Paged attention on the CPU for bfloat16 and float32.
 
-    The head_dim is a multiple of 16 up to 256, the block size a multiple of 8. A row's result does not depend
-    on the rows that it is computed together with.
+    The head_dim is a multiple of 16 up to 256, the block size a multiple of 8. Blocks and slots are trusted:
+    a block table or a slot that points outside `kv` reads or writes foreign memory.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

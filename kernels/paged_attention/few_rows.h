@@ -51,7 +51,7 @@ struct FewRows {
 
     void run() {
         for (int row = 0; row < ROWS; ++row) {
-            memcpy(s.queries + row * kMaxHeadDim, slice.query(row), slice.call.head_dim * sizeof(T));
+            memcpy(s.queries + row * kMaxHeadDim, slice.query(slice.row(row)), slice.call.head_dim * sizeof(T));
             std::fill_n(s.attended + row * kMaxHeadDim, slice.call.head_dim, 0.0f);
             maxima[row] = -kInfinity;
             totals[row] = F32{};
@@ -86,7 +86,7 @@ private:
             U32 square[kLanes];
             for (int i = 0; i < kLanes; ++i) {
                 const T* key = groups[i / kTokenGroup] + i % kTokenGroup * head_dim + word * kPerWord;
-                square[i] = words == kLanes ? load_words(key) : load_half(key);
+                square[i] = load_words_upto(key, words);
                 __builtin_prefetch(key + to_values, 0, 2);
             }
             transpose(square);
@@ -101,7 +101,7 @@ private:
 
     void weigh(int row, const Stretch<T>& now) {
         float* scores = s.scores + row * kStretch;
-        const int seen = (int)std::min<int64_t>(now.count, slice.position(row) + 1 - now.first);
+        const int seen = (int)std::min<int64_t>(now.count, slice.position(slice.row(row)) + 1 - now.first);
         F32 maximum = splat(-kInfinity);
         for (int token = 0; token < now.count; token += kLanes) {
             const I32 shown = kLaneIndex < seen - token;
@@ -173,10 +173,10 @@ private:
         for (int row = 0; row < ROWS; ++row) {
             const float total = sum_of(totals[row]);
             const float inverse = total > 0 ? 1 / total : 0;
-            T* out = slice.result(row);
+            T* out = slice.result(slice.row(row));
             for (int64_t dim = 0; dim < slice.call.head_dim; dim += kLanes)
                 store(out + dim, load(s.attended + row * kMaxHeadDim + dim) * inverse);
-            slice.tell_lse(row, maxima[row] * slice.call.scale, total);
+            slice.tell_lse(slice.row(row), maxima[row] * slice.call.scale, total);
         }
     }
 };

@@ -25,6 +25,7 @@ template <class T, int VECTORS>
 struct ManyRows {
     const Slice<T> slice;
     ManyRowsScratch& s;
+    Row rows[VECTORS * kLanes];
     I32 positions[VECTORS];
     F32 maxima[VECTORS], totals[VECTORS], shrinks[VECTORS];
 
@@ -36,7 +37,7 @@ struct ManyRows {
     void run() {
         gather_queries();
         std::fill(s.attended, s.attended + slice.call.head_dim * kRows, 0.0f);
-        const int64_t last = slice.last_position(), first = slice.position(0);
+        const int64_t last = slice.last_position(), first = slice.first_position();
         for (int64_t start = 0; start <= last; start += kTileTokens) {
             const int count = (int)std::min<int64_t>(kTileTokens, last + 1 - start);
             const int padded = (count + kTokenGroup - 1) / kTokenGroup * kTokenGroup;
@@ -46,44 +47,49 @@ struct ManyRows {
                 weigh(v, padded);
             }
             gather_values(start, count, padded);
-            accumulate(padded);
+            accumulate(padded, start + kTileTokens);
         }
         write();
     }
 
 private:
     int64_t num_words() const { return slice.call.head_dim / kPerWord; }
+    // Bytes to ask for at each word, so that all words together ask for a group of tokens.
+    int64_t group_step() const { return kTokenGroup * slice.call.head_dim * (int64_t)sizeof(T) / num_words(); }
 
-    void gather_queries() {
+    LANES_APART void gather_queries() {
         for (int v = 0; v < VECTORS; ++v) {
             const int first = v * kLanes, count = std::min(kLanes, slice.item.num_rows - first);
             maxima[v] = splat(-kInfinity);
             totals[v] = F32{};
-            for (int lane = 0; lane < kLanes; ++lane)
-                positions[v][lane] = lane < count ? (int32_t)slice.position(first + lane) : -1;
+            for (int lane = 0; lane < kLanes; ++lane) {
+                rows[first + lane] = slice.row(first + lane);
+                positions[v][lane] = lane < count ? (int32_t)slice.position(rows[first + lane]) : -1;
+            }
             for (int64_t word = 0; word < num_words(); word += kLanes) {
                 const int words = (int)std::min<int64_t>(kLanes, num_words() - word);
                 U32 square[kLanes] = {};
                 for (int lane = 0; lane < count; ++lane)
-                    memcpy(&square[lane], slice.query(first + lane) + word * kPerWord, words * 4);
+                    square[lane] = load_words_upto(slice.query(rows[first + lane]) + word * kPerWord, words);
                 transpose(square);
                 for (int i = 0; i < words; ++i) store_words(s.queries + (word + i) * kRows + first, square[i]);
             }
         }
     }
 
-    void score(int64_t start, int padded) {
+    LANES_APART void score(int64_t start, int padded) {
         const size_t key_bytes = slice.call.head_dim * sizeof(T);
         for (int token = 0; token < padded; token += kTokenGroup) {
             Sums<kTokenGroup, VECTORS> sums = {};
             const Rows keys{(const char*)slice.token(start + token, 0), key_bytes, 4};
-            multiply<T, kTokenGroup, VECTORS>(keys, s.queries, num_words(), Ahead{keys.from, 0}, sums);
+            const Ahead values{keys.from + slice.call.block_size * key_bytes, group_step()};
+            multiply<T, kTokenGroup, VECTORS>(keys, s.queries, num_words(), values, sums);
             for (int i = 0; i < kTokenGroup; ++i)
                 for (int v = 0; v < VECTORS; ++v) store(s.scores + (token + i) * kRows + v * kLanes, sums[i][v]);
         }
     }
 
-    void hide_later(int v, int64_t start, int padded) {
+    LANES_APART void hide_later(int v, int64_t start, int padded) {
         for (int token = 0; token < padded; ++token) {
             float* score = s.scores + token * kRows + v * kLanes;
             const I32 seen = positions[v] >= (int32_t)(start + token);
@@ -92,7 +98,7 @@ private:
     }
 
     // Turns the scores of a tile into probabilities relative to the new maxima, packed as words of tokens.
-    void weigh(int v, int padded) {
+    LANES_APART void weigh(int v, int padded) {
         float* column = s.scores + v * kLanes;
         F32 maximum[2] = {maxima[v], maxima[v]};
         for (int token = 0; token < padded; token += 2)
@@ -117,7 +123,7 @@ private:
     }
 
     // Tokens past `count` count as zero: their memory may never have been written.
-    void gather_values(int64_t start, int count, int padded) {
+    LANES_APART void gather_values(int64_t start, int count, int padded) {
         const int64_t head_dim = slice.call.head_dim;
         for (int group = 0; group < padded; group += kTokenGroup) {
             const T* values = slice.token(start + group, 1);
@@ -131,8 +137,10 @@ private:
         }
     }
 
-    void accumulate(int padded) {
-        const int64_t head_dim = slice.call.head_dim;
+    // Meanwhile asks for the keys from token `next` on.
+    LANES_APART void accumulate(int padded, int64_t next) {
+        const int64_t head_dim = slice.call.head_dim, last = slice.last_position();
+        const int64_t step = kTokenGroup * head_dim * (int64_t)sizeof(T) * kPerWord / padded;
         for (int64_t dim = 0; dim < head_dim; dim += kDims) {
             Sums<kDims, VECTORS> sums;
             float* attended = s.attended + dim * kRows;
@@ -140,14 +148,14 @@ private:
                 for (int v = 0; v < VECTORS; ++v)
                     sums[i][v] = load(attended + (i * VECTORS + v) * kLanes) * shrinks[v];
             const Rows values{(const char*)(s.values + dim), 4, (size_t)head_dim * 4};
-            multiply<T, kDims, VECTORS>(
-                values, (const uint32_t*)s.scores, padded / kPerWord, Ahead{values.from, 0}, sums);
+            const Ahead keys{(const char*)slice.token(std::min(next + dim / kDims * kTokenGroup, last), 0), step};
+            multiply<T, kDims, VECTORS>(values, (const uint32_t*)s.scores, padded / kPerWord, keys, sums);
             for (int i = 0; i < kDims; ++i)
                 for (int v = 0; v < VECTORS; ++v) store(attended + (i * VECTORS + v) * kLanes, sums[i][v]);
         }
     }
 
-    void write() {
+    LANES_APART void write() {
         for (int v = 0; v < VECTORS; ++v) {
             const F32 inverse = totals[v] > 0.0f ? 1.0f / totals[v] : F32{};
             const int first = v * kLanes, count = std::min(kLanes, slice.item.num_rows - first);
@@ -157,10 +165,10 @@ private:
                     square[i] = (U32)(load(s.attended + (dim + i) * kRows + first) * inverse);
                 transpose(square);
                 for (int lane = 0; lane < count; ++lane)
-                    store(slice.result(first + lane) + dim, (F32)square[lane]);
+                    store(slice.result(rows[first + lane]) + dim, (F32)square[lane]);
             }
             for (int lane = 0; lane < count; ++lane)
-                slice.tell_lse(first + lane, maxima[v][lane] * slice.call.scale, totals[v][lane]);
+                slice.tell_lse(rows[first + lane], maxima[v][lane] * slice.call.scale, totals[v][lane]);
         }
     }
 };

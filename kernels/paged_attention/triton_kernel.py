@@ -5,6 +5,7 @@ decoding sequence fills one small tile, a prompt chunk several larger ones.
 """
 # Device code is in Triton's language, which has no types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false
+# pyright: reportCallIssue=false
 
 import torch
 import triton

@@ -1,6 +1,7 @@
 """The gate of an MLP by Triton."""
 # Device code is in Triton's language, which has no types.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportArgumentType=false
+# pyright: reportCallIssue=false
 
 import torch
 import triton
