@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from libs.transport.port import LinkLost, Transport
+from libs.transport.port import LinkError, LinkLost, Transport
 from services.prefill_worker.metrics import PrefillMetrics
 from services.prefill_worker.outlet import Outlet, Release
 
@@ -44,6 +44,13 @@ class Outlets:
             if outlet is None or not outlet.is_open:
                 outlet = await self._connect(decode, address)
             return outlet
+
+    async def greet(self, decode: str, address: str) -> None:
+        """Make the Link before the first prompt needs it: a process's first one may take half a second."""
+        try:
+            await self.get(decode, address)
+        except LinkError as error:
+            log.info("decode_worker_not_reached", peer=decode, reason=str(error))
 
     async def renew(self, waiting: dict[str, list[str]]) -> None:
         """Tell each decode worker which requests of it are still to come."""

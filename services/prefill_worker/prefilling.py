@@ -2,8 +2,8 @@
 
 How a prompt ends, and who tells its gateway. Handed over: the decode worker sends the first token. Failed
 while its Link is there: the decode worker is told, frees its blocks and tells the gateway. Failed without a
-Link: a token frame from here, because the decode worker is dead or out of reach. Should both tell, the first
-counts.
+Link: a token frame from here, because the decode worker is dead or out of reach. Should both tell, the
+first counts.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ from typing import NoReturn
 import msgspec
 
 from libs.bus.messages.generation import Abort, Prefill, Queued, Refused
-from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.bus.messages.presence import Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.bus.messages.store import FindPrefix
 from libs.bus.port import Subscription
 from libs.engine.engine import Engine
@@ -61,10 +61,10 @@ class PrefillWorkerService:
         runtime.spawn("tokens", self._tokens.run())
         runtime.spawn("store-puts", self._store.send_puts())
         runtime.spawn("leases", self._renew_leases())
-        runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
         self._subscriptions.append(await runtime.bus.serve(Prefill, self._prefill, at=runtime.incarnation))
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
         describe_instance(runtime, self._settings, model)
+        runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
 
     async def drain(self) -> None:
         """Take no more prompts; return when those here are handed over."""
@@ -173,4 +173,16 @@ class PrefillWorkerService:
                 self._prefilling.gateway_gone(departed.incarnation)
             elif departed.kind is ServiceKind.DECODE_WORKER:
                 self._outlets.forget(departed.incarnation)
+        for presence in (*change.arrived, *change.updated):
+            if self._may_send_to(presence):
+                greeting = self._outlets.greet(presence.incarnation, presence.link_address)
+                self._runtime.spawn("greet", greeting)
         self._store.set_stores(self._roster.ready(ServiceKind.KV_STORE))
+
+    def _may_send_to(self, presence: Presence) -> bool:
+        return (
+            presence.kind is ServiceKind.DECODE_WORKER
+            and presence.state is ServiceState.READY
+            and presence.link_address != ""
+            and presence.model_fingerprint == self._runtime.presence.model_fingerprint
+        )

@@ -61,6 +61,8 @@ class Store:
         ):
             link, self._link = self._link, None
             self._spawn("close-store-link", link.close())
+        if chosen is not None and (before is None or chosen.incarnation != before.incarnation):
+            self._spawn("greet-store", self._greet(chosen))
 
     async def load(self, names: Sequence[bytes], num_here: int, write: WriteLayer) -> tuple[int, int | None]:
         """Bring blocks after the first `num_here` of a prompt, as far as the store holds them.
@@ -115,6 +117,13 @@ class Store:
                 log.info("blocks_not_put", reason=str(error))
             finally:
                 self._ended(put, result)
+
+    async def _greet(self, presence: Presence) -> None:
+        """Make the Link before the first prefix needs it."""
+        try:
+            await self._connected(presence)
+        except LinkError as error:
+            log.info("store_not_reached", store=presence.name, reason=str(error))
 
     async def _fetch(self, presence: Presence, names: Sequence[bytes], write: WriteLayer) -> FetchResult:
         try:
