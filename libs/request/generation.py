@@ -9,9 +9,9 @@ from libs.request.sampling import SamplingParams
 class Generation(msgspec.Struct, frozen=True):
     """One attempt at one sequence.
 
-    `request_id` names the attempt: a replay after a fault gets a new one, so that late messages of the old attempt
-    match nothing. `token_ids` holds the prompt, then tokens that an earlier attempt already delivered, as
-    little-endian int32; the first new token has index `num_tokens(self) - num_prompt_tokens`.
+    `request_id` names the attempt: a replay after a fault gets a new one, so that late messages of the old
+    attempt match nothing. `token_ids` holds the prompt, then tokens that an earlier attempt already
+    delivered, as little-endian int32; the first new token has index `num_tokens(self) - num_prompt_tokens`.
     """
 
     request_id: str
@@ -32,7 +32,8 @@ def pack_token_ids(token_ids: "list[int] | np.ndarray") -> bytes:
 
 def unpack_token_ids(packed: bytes) -> list[int]:
     """The inverse of `pack_token_ids`."""
-    return np.frombuffer(packed, dtype="<i4").tolist()
+    token_ids: list[int] = np.frombuffer(packed, dtype="<i4").tolist()
+    return token_ids
 
 
 def num_tokens(generation: Generation) -> int:

@@ -12,9 +12,10 @@ MAX_STOP_TOKEN_IDS = 64
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sampling of one sequence. Validated at the gateway; everything behind it trusts these bounds.
 
-    `temperature` 0 means greedy. Noise is drawn from (`seed`, position), so a replay on another worker continues
-    the same text. Penalties count output tokens (`repetition_penalty` also counts the prompt, as in the CTRL paper
-    and in vLLM). `logprobs` None: none; 0: only of the chosen token; n: also of the n most likely.
+    `temperature` 0 means greedy. Noise is drawn from (`seed`, position), so a replay on another worker
+    continues the same text. Penalties count output tokens (`repetition_penalty` also counts the prompt, as
+    in the CTRL paper and in vLLM). `logprobs` None: none; 0: only of the chosen token; n: also of the n
+    most likely.
     """
 
     max_tokens: Annotated[int, Meta(ge=1)] = 16
@@ -35,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one chosen token and of the most likely ones at its position (before sampling filters)."""
+    """Log-probability of one chosen token and of the likeliest ones at its position, before any filter."""
 
     logprob: float
     top_token_ids: tuple[int, ...] = ()

@@ -19,7 +19,8 @@ class MachineRates:
 
 def best_seconds(run: Callable[[], object], *, repeats: int = 10) -> float:
     """The shortest of several runs, after two that do not count."""
-    run(), run()
+    run()
+    run()
     best = float("inf")
     for _ in range(repeats):
         begin = time.perf_counter()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def _median_gap(arrivals: list[list[float]]) -> float:
 
 
 @contextlib.contextmanager
-def running_mesh(*flags: str) -> Iterator[str]:
+def running_mesh(*flags: str) -> Generator[str]:
     """`kvmesh up` as a child on a free port; yields its address; gone when the block ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -70,12 +70,12 @@ def engine(say: Say) -> list[Figure]:
     figures: list[Figure] = []
     for num_sequences, aim in DECODE_AIMS.items():
         theirs = peer_rates.decode_tokens_per_second(peer, num_sequences)
-        ours_here = ours[f"decode_{num_sequences}_tokens_per_second"]
+        ours_here = ours.decode_tokens_per_second[num_sequences]
         name = f"decode, {num_sequences} sequences"
         figures.append(Figure(name, ours_here, "tokens/s", theirs, "transformers", at_least=aim))
         figures += _shares(model, name, ours_here / num_sequences, num_sequences, rates)
     theirs = peer_rates.prefill_tokens_per_second(peer, PREFILL_TOKENS)
-    ours_here = ours["prefill_512_tokens_per_second"]
+    ours_here = ours.prefill_tokens_per_second
     figures.append(
         Figure("prefill, 512 tokens", ours_here, "tokens/s", theirs, "transformers", at_least=PREFILL_AIM)
     )

@@ -12,7 +12,15 @@ import pytest
 from libs.transport.choose import TransportKind, make_transport
 from libs.transport.greeting import MAX_HANDSHAKES
 from libs.transport.memory_transport import MemoryNetwork
-from libs.transport.port import HandshakeRefused, Link, Listener, LinkLost, LinkTimeout, ListenFailed, Transport
+from libs.transport.port import (
+    HandshakeRefused,
+    Link,
+    LinkLost,
+    LinkTimeout,
+    Listener,
+    ListenFailed,
+    Transport,
+)
 
 SECONDS = 10.0
 

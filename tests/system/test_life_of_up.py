@@ -15,7 +15,11 @@ pytestmark = pytest.mark.system
 
 
 def test_up_names_each_service_and_prints_a_curl_line_that_works(mesh: Mesh) -> None:
-    said = mesh.output.read_text()
+    said: str = until(
+        lambda: mesh.output.read_text() if "curl " in mesh.output.read_text() else "",
+        timeout_seconds=10,
+        what="the curl line",
+    )
     for name in ("gateway", "router", "kv_store", "prefill-0", "decode-0"):
         assert name in said
     curl = said[said.index("curl ") :].strip().removesuffix("\\")
