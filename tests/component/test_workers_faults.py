@@ -188,7 +188,7 @@ async def test_a_prefill_worker_that_leaves_before_it_made_a_link_is_not_waited_
 
 
 async def test_a_link_to_a_decode_worker_that_left_the_mesh_is_closed(mesh: WorkersMesh) -> None:
-    gateway, prefill, decode = await pair(mesh)
+    _, prefill, decode = await pair(mesh)
     await mesh.until(lambda: prefill.gauge("kvmesh_num_links") == 1)
     decode.bus.disconnect()
     await mesh.until(lambda: prefill.gauge("kvmesh_num_links") == 0)
