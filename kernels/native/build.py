@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def build(sources: Sequence[Path], include: Path, compiler: Path, openmp: Path |
 
 
 @contextlib.contextmanager
-def cache_folder() -> Iterator[Path]:
+def cache_folder() -> Generator[Path]:
     """`$XDG_CACHE_HOME/kvmesh`, or where that cannot be written a temporary folder while this lasts."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "kvmesh"
