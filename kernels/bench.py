@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -37,8 +38,8 @@ def _measure_linear() -> dict[str, float]:
     figures: dict[str, float] = {}
     for num_rows in (1, 8, 32, 512):
         x = torch.randn(num_rows, NUM_INPUTS).bfloat16()
-        ours = _best_seconds(lambda x=x: linear(x))
-        theirs = _best_seconds(lambda x=x: torch.nn.functional.linear(x, weight))
+        ours = _best_seconds(partial(linear, x))
+        theirs = _best_seconds(partial(torch.nn.functional.linear, x, weight))
         name = f"linear {NUM_INPUTS}x{NUM_OUTPUTS}, {num_rows} rows"
         figures[f"{name}: weights read, GB/s"] = weight.numel() * 2 / ours / 1e9
         figures[f"{name}: GFLOP/s"] = 2 * num_rows * weight.numel() / ours / 1e9
@@ -65,8 +66,8 @@ def _measure_attention() -> dict[str, float]:
             max_query_len=num_queries,
             max_context_len=context,
         )
-        seconds = _best_seconds(lambda q=q, kv=kv, batch=batch: ours.attend(q, kv, batch, 0.125))
-        slow = _best_seconds(lambda q=q, kv=kv, batch=batch: reference.attend(q, kv, batch, 0.125), repeats=4)
+        seconds = _best_seconds(partial(ours.attend, q, kv, batch, 0.125))
+        slow = _best_seconds(partial(reference.attend, q, kv, batch, 0.125), repeats=4)
         figures[f"attention, {name}: us"] = seconds * 1e6
         figures[f"attention, {name}: reference's time over ours"] = slow / seconds
     return figures
