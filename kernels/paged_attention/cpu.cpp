@@ -21,14 +21,15 @@ struct Work {
     std::vector<Item> many, few;
 };
 
-// The later rows of a prompt see the most keys; they come first, so that the threads end together.
+// The later rows of a prompt see the most keys; they come first, so that the threads end together. All rows of a
+// sequence are computed in the same way, so that a row's result does not depend on where the items are cut.
 Work cut(const Call& call) {
     Work work;
     for (int64_t sequence = 0; sequence < call.num_sequences; ++sequence) {
         const int64_t num_rows = (call.query_starts[sequence + 1] - call.query_starts[sequence]) * call.group;
+        std::vector<Item>& items = num_rows > kFewRows ? work.many : work.few;
         for (int64_t end = num_rows; end > 0;) {
             const int64_t first = (end - 1) / kMaxRows * kMaxRows;
-            std::vector<Item>& items = end - first > kFewRows ? work.many : work.few;
             for (int64_t head = 0; head < call.num_kv_heads; ++head)
                 items.push_back({(int32_t)sequence, (int32_t)head, (int32_t)first, (int32_t)(end - first)});
             end = first;
