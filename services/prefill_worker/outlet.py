@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import structlog
 
@@ -14,7 +14,6 @@ from libs.kv.tensors import bytes_of
 from libs.transport.frames import HandOver, HandOverFailed, LayerBlocks, StillQueued, encode_header
 from libs.transport.port import Link, LinkError
 from services.prefill_worker.metrics import PrefillMetrics
-from services.prefill_worker.prompts import Prompt
 
 MAX_IDS_PER_FRAME = 40
 """A header holds 4 KiB; an id may have some 90 characters."""
@@ -22,6 +21,21 @@ MAX_IDS_PER_FRAME = 40
 Release = Callable[[LayerOutput], None]
 
 log = structlog.get_logger()
+
+
+class Departing(Protocol):
+    """What an outlet needs to know of a prompt whose KV leaves through it."""
+
+    is_over: bool
+
+    @property
+    def request_id(self) -> str:
+        """What the decode worker knows it by."""
+        ...
+
+    def finish(self) -> None:
+        """Its last frame was sent."""
+        ...
 
 
 class Outlet:
@@ -40,7 +54,7 @@ class Outlet:
         """False once nothing can be sent any more."""
         return self._link.is_open
 
-    def put(self, prompt: Prompt, output: LayerOutput | TokenOutput) -> None:
+    def put(self, prompt: Departing, output: LayerOutput | TokenOutput) -> None:
         """A layer's blocks, in the end the first token. Dropped if the prompt is over when its turn comes."""
         self._queue.put_nowait(_Item(prompt, output, time.monotonic()))
 
@@ -100,7 +114,7 @@ class Outlet:
             else:
                 await self._send_layer(prompt, item.content, item.made_at)
 
-    async def _send_layer(self, prompt: Prompt, output: LayerOutput, made_at: float) -> None:
+    async def _send_layer(self, prompt: Departing, output: LayerOutput, made_at: float) -> None:
         body = bytes_of(output.blocks)
         header = LayerBlocks(
             request_id=prompt.request_id,
@@ -125,12 +139,12 @@ class Outlet:
 class _Item:
     """What waits for its turn; without a prompt it is sent in any case."""
 
-    prompt: Prompt | None
+    prompt: Departing | None
     content: LayerOutput | TokenOutput | HandOverFailed
     made_at: float
 
 
-def _hand_over(prompt: Prompt, first: TokenOutput) -> HandOver:
+def _hand_over(prompt: Departing, first: TokenOutput) -> HandOver:
     return HandOver(
         request_id=prompt.request_id,
         token_id=first.token_id,

@@ -3,16 +3,13 @@
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from libs.bus.messages.generation import Prefill
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason
 from libs.telemetry.traces import Span
-
-if TYPE_CHECKING:
-    from services.prefill_worker.outlet import Outlet
-    from services.prefill_worker.store_put import StorePut
+from services.prefill_worker.outlet import Outlet
+from services.prefill_worker.store_put import StorePut
 
 
 class PromptFailed(Exception):
@@ -37,8 +34,8 @@ class Prompt:
     )
     """Done when the last frame was sent; carries PromptFailed where that will not be."""
     task: "asyncio.Task[None] | None" = None
-    outlet: "Outlet | None" = None
-    put: "StorePut | None" = None
+    outlet: Outlet | None = None
+    put: StorePut | None = None
     """Collects its new blocks for the KV store."""
     is_over: bool = False
     """Nobody wants what is still queued of it."""
@@ -101,7 +98,7 @@ class Prompts:
         """All that a gateway asked for."""
         return [prompt for prompt in self if prompt.request.generation.gateway == gateway]
 
-    def through(self, outlet: "Outlet") -> list[Prompt]:
+    def through(self, outlet: Outlet) -> list[Prompt]:
         """All that are handed over through this one."""
         return [prompt for prompt in self if prompt.outlet is outlet]
 
