@@ -83,7 +83,8 @@ def _attends(
 
 def _rivals(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
     """The shortest time of each, taken in turns so that a busy machine slows both."""
-    ours(), theirs()
+    ours()
+    theirs()
     best = [float("inf"), float("inf")]
     deadline = time.perf_counter() + _SECONDS_EACH
     while best[1] == float("inf") or time.perf_counter() < deadline:

@@ -36,6 +36,10 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def exact_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
 def scaled(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Values whose products of a row stay around one."""
     return (torch.randn(*shape) / shape[-1] ** 0.5).to(dtype)
@@ -52,7 +56,7 @@ def test_products_sums_and_float32_results_are_those_of_float64(
     for num_rows in ROWS:
         wide = torch.randn(num_rows, depth + 3).to(dtype)
         x, residual = wide[:, :depth], torch.randn(num_rows, columns).to(dtype)
-        exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+        exact = exact_product(x, weight, bias)
         assert_close(layer(x), exact, dtype)
         assert_close(layer.add(x, residual), exact + residual.double(), dtype)
         in_float32 = layer.in_float32(x)
@@ -71,7 +75,7 @@ def test_the_gate_of_both_halves_is_that_of_float64(
     layer = gated(name, weight, bias)
     for num_rows in ROWS:
         x = torch.randn(num_rows, depth).to(dtype)
-        gate, up = (x.double() @ weight.double().T + (0 if bias is None else bias.double())).chunk(2, dim=1)
+        gate, up = exact_product(x, weight, bias).chunk(2, dim=1)
         assert_close(layer(x), torch.nn.functional.silu(gate) * up, dtype)
     assert torch.equal(layer.weight, weight)
 
