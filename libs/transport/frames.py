@@ -1,7 +1,7 @@
-"""Headers of the frames that workers and the store exchange over Links. Bodies are blocks of one layer.
+"""Headers of the frames that workers and the store exchange over Links. Bodies are blocks, layer by layer.
 
 A layer's blocks travel as [num_blocks, num_kv_heads, 2, block_size, head_dim] (the pool's own layout),
-contiguous. Between workers `checksum` is xxh3-64 of the body. To and from the store it is xxh3-64 over the
+contiguous. Where they are small, `num_layers` layers share a frame, one after another. Between workers `checksum` is xxh3-64 of the body. To and from the store it is xxh3-64 over the
 little-endian xxh3-64 of each block, so that what the store kept beside a block at its put still proves the
 block when it is fetched with others. Either is verified where the blocks are adopted.
 """
@@ -13,10 +13,11 @@ from libs.request.sampling import TokenLogprobs
 
 
 class LayerBlocks(msgspec.Struct, frozen=True, kw_only=True, tag="kv"):
-    """KV of blocks `first_block`.. of one sequence in one layer, prefill -> decode."""
+    """KV of blocks `first_block`.. of one sequence in layers `layer`.., prefill -> decode."""
 
     request_id: str
     layer: int
+    num_layers: int = 1
     first_block: int
     num_blocks: int
     checksum: int
@@ -56,10 +57,11 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
-    """One layer of the blocks of a Fetch; a later miss ends it with FetchMissed. store -> worker."""
+    """Layers `layer`.. of the blocks of a Fetch; a later miss ends it with FetchMissed. store -> worker."""
 
     fetch_id: int
     layer: int
+    num_layers: int = 1
     num_blocks: int
     checksum: int
 
@@ -81,10 +83,11 @@ class PutNames(msgspec.Struct, frozen=True, kw_only=True, tag="put_names"):
 
 
 class PutLayer(msgspec.Struct, frozen=True, kw_only=True, tag="put_layer"):
-    """One layer of the blocks of a PutNames. worker -> store."""
+    """Layers `layer`.. of the blocks of a PutNames. worker -> store."""
 
     put_id: int
     layer: int
+    num_layers: int = 1
     checksum: int
 
 

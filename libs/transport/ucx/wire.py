@@ -58,7 +58,7 @@ class UcxWire:
     def connect(self, address: bytes, peer_token: int) -> None:
         """Reach the peer's worker. Raises LinkLost."""
         self._peer_token = peer_token
-        self._endpoint = self._worker.connect(address, self)
+        self._endpoint = self._worker.connect(address, self._fail)
 
     # What the Link asks for
 
@@ -89,8 +89,7 @@ class UcxWire:
                 complete.give_back()
         self._on_abort()
 
-    def on_failure(self, reason: str) -> None:
-        """See worker.Endpoint."""
+    def _fail(self, reason: str) -> None:
         self._link.lose(LinkLost(f"UCX lost {self._link.peer}: {reason}"))
 
     def _envelope(self, kind: Kind, credit: Credit, header: bytes) -> bytes:
@@ -109,7 +108,7 @@ class UcxWire:
 
     def _check(self, status: int) -> None:
         if status != abi.OK and not self._is_over:
-            self.on_failure(self._worker.status_text(status))
+            self._fail(self._worker.status_text(status))
 
     # What comes from the peer
 
@@ -134,7 +133,7 @@ class UcxWire:
             memory = Memory(buffer.address, arrival.num_bytes, buffer.owner, buffer.is_device)
             complete = _Complete(header, memory, partial(self._pool.give, buffer))
             done = partial(self._fetched, number, complete)
-            self._worker.fetch(arrival.descriptor, buffer, arrival.num_bytes, done)
+            self._worker.fetch(self._endpoint, arrival.descriptor, buffer, arrival.num_bytes, done)
         else:
             self._complete(number, _Complete(header, own_copy(arrival.body), None))
 

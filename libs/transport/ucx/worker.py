@@ -8,21 +8,23 @@ import asyncio
 import ctypes
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from libs.transport.memory import Memory
 from libs.transport.port import LinkLost
 from libs.transport.ucx import abi
 from libs.transport.ucx.library import Library, address_of
+from libs.transport.ucx.operations import NO_ENDPOINT, Done, Operation, Operations
 
 MESSAGE_ID = 1
 PROGRESS_SECONDS = 0.001
 """How long one wake-up may keep the event loop."""
+FIRST_NUDGE_SECONDS, LAST_NUDGE_SECONDS = 0.002, 0.25
+"""While operations are under way, progress at least this often, at ever longer intervals: the end of an endpoint leaves
+work in UCX's own queue that neither the event fd nor arming tells of. Without operations there is no timer."""
 BULK_BYTES = 256 << 10
 """While more than this is under way, progress calls release the GIL."""
-
-Done = Callable[[int], None]
-"""Called with the status when an operation ends."""
 
 
 class Arrival(NamedTuple):
@@ -35,18 +37,12 @@ class Arrival(NamedTuple):
     descriptor: int
 
 
-class _Operation(NamedTuple):
-    done: Done
-    num_bytes: int
-    kept_alive: object
+@dataclass(slots=True)
+class _Endpoint:
+    """`on_failure` is None once its Link is over; then it is cut as soon as nothing is under way on it."""
 
-
-class Endpoint(Protocol):
-    """Who hears of an endpoint's failure."""
-
-    def on_failure(self, reason: str) -> None:
-        """The connection broke; only `disconnect` is of use now."""
-        ...
+    on_failure: Callable[[str], None] | None
+    is_broken: bool = False
 
 
 class UcxWorker:
@@ -56,13 +52,12 @@ class UcxWorker:
         self._library, self._calls = library, library.calls
         self._on_arrival = on_arrival
         self._loop = asyncio.get_running_loop()
-        self._operations: dict[int, _Operation] = {}
-        self._next_operation = 1
-        self._bulk_bytes = 0
-        self._endpoints: dict[int, Endpoint] = {}
+        self._operations = Operations()
+        self._endpoints: dict[int, _Endpoint] = {}
         self._events: list[Callable[[], None]] = []
         self._is_progress_due = False
-        self._dry = asyncio.Event()
+        self._nudge: asyncio.TimerHandle | None = None
+        self._nudge_seconds = FIRST_NUDGE_SECONDS
         self._param = abi.RequestParam(op_attr_mask=abi.OP_CALLBACK | abi.OP_USER_DATA | abi.OP_FLAGS)
         self._param_address = ctypes.addressof(self._param)
         self._open(context)
@@ -108,8 +103,8 @@ class UcxWorker:
 
     # What the Links ask for
 
-    def connect(self, address: bytes, owner: Endpoint) -> int:
-        """An endpoint to the worker of this address; failures go to `owner`. Raises LinkLost."""
+    def connect(self, address: bytes, on_failure: Callable[[str], None]) -> int:
+        """An endpoint to the worker of this address; `on_failure` hears why it broke. Raises LinkLost."""
         raw, endpoint = ctypes.create_string_buffer(address, len(address)), ctypes.c_void_p()
         params = abi.EndpointParams(
             field_mask=abi.EP_PARAM_REMOTE_ADDRESS
@@ -126,15 +121,26 @@ class UcxWorker:
                 f"no UCX transport leads to the peer: {reason}; compare UCX_TLS and UCX_NET_DEVICES"
             )
         handle = endpoint.value or 0
-        self._endpoints[handle] = owner
+        self._endpoints[handle] = _Endpoint(on_failure)
         self._progress_soon()
         return handle
 
     def disconnect(self, endpoint: int) -> None:
-        """Cut an endpoint; what is under way on it ends with an error status."""
-        self._endpoints.pop(endpoint, None)
-        self._prepare(self._sent_address, abi.EP_CLOSE_FLAG_FORCE)
-        self._started(self._calls.ucp_ep_close_nbx(endpoint, self._param_address), _ignore, 0, None)
+        """Give an endpoint up. It is cut now if it broke or is quiet, else when what is under way on it has
+        ended: UCX loses track of operations whose endpoint is cut under them."""
+        self._endpoints[endpoint].on_failure = None
+        self._cut_if_over(endpoint)
+
+    def _cut_if_over(self, endpoint: int) -> None:
+        state = self._endpoints.get(endpoint)
+        if state is None or state.on_failure is not None:
+            return
+        if state.is_broken or not self._operations.num_on(endpoint):
+            del self._endpoints[endpoint]
+            self._prepare(self._sent_address, abi.EP_CLOSE_FLAG_FORCE)
+            pointer = self._calls.ucp_ep_close_nbx(endpoint, self._param_address)
+            self._started(pointer, Operation(NO_ENDPOINT, _ignore, 0, None))
+            self._progress_soon()  # cutting leaves work behind that no event announces
 
     def send(self, endpoint: int, envelope: bytes, body: Memory, is_rendezvous: bool, done: Done) -> None:
         """Send a message. `done` comes when `body` may be reused, perhaps before this returns."""
@@ -142,15 +148,15 @@ class UcxWorker:
         pointer = self._calls.ucp_am_send_nbx(
             endpoint, MESSAGE_ID, envelope, len(envelope), body.address, body.num_bytes, self._param_address
         )
-        self._started(pointer, done, body.num_bytes, (envelope, body))
+        self._started(pointer, Operation(endpoint, done, body.num_bytes, (envelope, body)))
 
-    def fetch(self, descriptor: int, into: Memory, num_bytes: int, done: Done) -> None:
-        """Bring the body of an arrival into memory."""
+    def fetch(self, endpoint: int, descriptor: int, into: Memory, num_bytes: int, done: Done) -> None:
+        """Bring the body of an arrival, which the peer of this endpoint sent, into memory."""
         self._prepare(self._fetched_address, 0)
         pointer = self._calls.ucp_am_recv_data_nbx(
             self._worker, descriptor, into.address, num_bytes, self._param_address
         )
-        self._started(pointer, done, num_bytes, into)
+        self._started(pointer, Operation(endpoint, done, num_bytes, into))
 
     def discard(self, descriptor: int) -> None:
         """Let go of an arrival's body without fetching it."""
@@ -158,49 +164,43 @@ class UcxWorker:
         self._progress_soon()
 
     async def close(self) -> None:
-        """Cut all endpoints, let what is under way end, however long that takes, and free the worker.
+        """Let what is under way end, however long that takes, and free the worker. All endpoints are given up
+        before.
 
-        UCX corrupts the heap when a worker is destroyed under its operations. With a stopped peer that does not read
-        its socket they end when it goes on, dies, or the kernel gives the connection up.
+        UCX corrupts the heap when a worker is destroyed under its operations. With a stopped peer that does
+        not read its socket they end when it goes on or dies.
         """
-        for endpoint in tuple(self._endpoints):
-            self.disconnect(endpoint)
-        while self._operations:
-            self._dry.clear()
-            await self._dry.wait()
+        await self._operations.wait_dry()
         if self._worker:
-            worker = self.abandon()
-            self._calls.ucp_worker_destroy(worker)
+            self._calls.ucp_worker_destroy(self.abandon())
 
     def abandon(self) -> int:
         """Progress no more and free nothing, for a process that ends before its operations do. The handle."""
         self._loop.remove_reader(self._fd)
+        if self._nudge is not None:
+            self._nudge.cancel()
         worker, self._worker = self._worker, 0
         return worker
 
     # Operations
 
     def _prepare(self, callback: int, flags: int) -> None:
-        self._param.cb, self._param.flags, self._param.user_data = callback, flags, self._next_operation
+        self._param.cb, self._param.flags = callback, flags
+        self._param.user_data = self._operations.next_number
 
-    def _started(self, pointer: int | None, done: Done, num_bytes: int, kept_alive: object) -> None:
+    def _started(self, pointer: int | None, operation: Operation) -> None:
         if not pointer:
-            done(abi.OK)
+            operation.done(abi.OK)
         elif pointer > (1 << 64) + abi.ERR_LAST:
-            done(pointer - (1 << 64))
+            operation.done(pointer - (1 << 64))
         else:
-            self._operations[self._next_operation] = _Operation(done, num_bytes, kept_alive)
-            self._next_operation += 1
-            self._bulk_bytes += num_bytes
+            self._operations.begin(operation)
             self._progress_soon()
 
     def _end_operation(self, number: int, status: int) -> None:
-        operation = self._operations.pop(number, None)
-        if operation is not None:
-            self._bulk_bytes -= operation.num_bytes
-            operation.done(status)
-        if not self._operations:
-            self._dry.set()
+        operation = self._operations.end(number)
+        operation.done(status)
+        self._cut_if_over(operation.endpoint)
 
     # Callbacks of UCX
 
@@ -225,16 +225,20 @@ class UcxWorker:
         return abi.OK
 
     def _failed(self, _arg: int, endpoint: int, status: int) -> None:
-        self._events.append(lambda: self._tell_failure(endpoint, status))
+        self._events.append(lambda: self._tell_failure(endpoint, self.status_text(status)))
 
     def status_text(self, status: int) -> str:
         """UCX's words for a status."""
         return self._library.status_text(status)
 
-    def _tell_failure(self, endpoint: int, status: int) -> None:
-        owner = self._endpoints.get(endpoint)
-        if owner is not None:
-            owner.on_failure(self._library.status_text(status))
+    def _tell_failure(self, endpoint: int, reason: str) -> None:
+        state = self._endpoints.get(endpoint)
+        if state is None:
+            return
+        state.is_broken = True
+        if state.on_failure is not None:
+            state.on_failure(reason)
+        self._cut_if_over(endpoint)
 
     # Progress
 
@@ -247,15 +251,26 @@ class UcxWorker:
         self._is_progress_due = False
         deadline = time.perf_counter() + PROGRESS_SECONDS
         while self._worker:
-            functions = self._library.bulk if self._bulk_bytes > BULK_BYTES else self._calls
+            functions = self._library.bulk if self._operations.num_bytes > BULK_BYTES else self._calls
             is_dry = not functions.ucp_worker_progress(self._worker)
             if self._events:
                 self._handle_events()
+                self._nudge_seconds = FIRST_NUDGE_SECONDS
             elif is_dry and self._arm():
+                self._nudge_later()
                 return
             if time.perf_counter() > deadline:
                 self._progress_soon()
                 return
+
+    def _nudge_later(self) -> None:
+        if self._operations and self._nudge is None:
+            self._nudge = self._loop.call_later(self._nudge_seconds, self._on_nudge)
+
+    def _on_nudge(self) -> None:
+        self._nudge = None
+        self._nudge_seconds = min(2 * self._nudge_seconds, LAST_NUDGE_SECONDS)
+        self._progress()
 
     def _handle_events(self) -> None:
         events, self._events = self._events, []
@@ -265,8 +280,9 @@ class UcxWorker:
     def _arm(self) -> bool:
         status = self._calls.ucp_worker_arm(self._worker)
         if status not in (abi.OK, abi.ERR_BUSY):
-            self._library.check(status, "ucp_worker_arm")
-        return bool(status == abi.OK)
+            for endpoint in tuple(self._endpoints):
+                self._tell_failure(endpoint, f"arming the worker: {self.status_text(status)}")
+        return bool(status != abi.ERR_BUSY)
 
 
 def _ignore(_status: int) -> None:
