@@ -165,7 +165,12 @@ class Dispatch:
         attempt.is_begun, attempt.last_heard_seconds = True, time.monotonic()
         if not placed.prefill:
             return None
-        prefill = Prefill(generation=generation, decode=placed.decode, link_address=reserved.link_address)
+        prefill = Prefill(
+            generation=generation,
+            decode=placed.decode,
+            link_address=reserved.link_address,
+            first_block=reserved.num_cached_blocks,
+        )
         queued = await self._ask(prefill, over, who=placed.prefill)
         return queued if isinstance(queued, RefusedBy | Unreachable) else None
 

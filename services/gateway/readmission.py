@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from libs.bus.messages.generation import Refused
-from libs.request.outcome import RETRYABLE, FailureReason, RefusalReason
+from libs.request.outcome import RETRYABLE, RefusalReason
 from services.gateway.session import Failed, Interruption, Outcome
 
 ROUTER = ""
@@ -109,9 +109,13 @@ def _after_silence(who: str, detail: str, history: History, limits: Limits) -> A
 
 
 def _after_router_refused(answer: Refused, history: History, limits: Limits, now: float) -> Again | Outcome:
+    wait_seconds = min(answer.retry_after_seconds, MAX_WAIT_SECONDS)
+    if answer.reason is RefusalReason.DRAINING:
+        # This router is leaving; another, or its successor, can place the request.
+        refused = _count_refusal(history, limits, answer.reason, answer.detail)
+        return refused or Again(max(wait_seconds, RETRY_SECONDS))
     if answer.reason is not RefusalReason.NO_WORKERS:
         return answer
-    wait_seconds = min(answer.retry_after_seconds, MAX_WAIT_SECONDS)
     if history.busy:
         # Only those that were full a moment ago are left: ask them again, a little later.
         history.busy.clear()
@@ -135,8 +139,3 @@ def _count_refusal(history: History, limits: Limits, reason: RefusalReason, deta
     if history.num_refusals < limits.max_refusals:
         return None
     return Refused(reason=reason, detail=f"{detail}; placed {history.num_refusals} times in vain")
-
-
-def is_aborted(outcome: Outcome | None) -> bool:
-    """Whether the client left, or nobody wanted the answer any more."""
-    return isinstance(outcome, Failed) and outcome.reason is FailureReason.ABORTED

@@ -107,9 +107,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     web_search_options: Unsupported = UNSET
 
 
-TokenList = Annotated[list[TokenId], Meta(min_length=1)]
-
-
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions."""
 

@@ -121,7 +121,8 @@ class GatewayService:
 
     def _on_load(self, report: LoadReport) -> None:
         now = time.monotonic()
-        self._loads.hear(report, now)
+        if self._roster.get(report.incarnation) is not None:
+            self._loads.hear(report, now)
         if self._live is not None:
             self._live.on_load(report, now)
 

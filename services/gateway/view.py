@@ -98,12 +98,14 @@ def mesh_status(services: Sequence[Presence], loads: Loads, now: float) -> dict[
         entry |= {"load": None, "load_age_seconds": None}
         if (heard := loads.get(presence.incarnation)) is not None:
             entry |= {"load": _load(heard.report.load), "load_age_seconds": round(now - heard.heard, 3)}
-            for name in _SUMMED:
+            # Blocks of the store are content, not what requests hold.
+            for name in _SUMMED if presence.kind in _WORKERS else ():
                 totals[name] += getattr(heard.report.load, name)
         told.append(entry)
     return {"services": told, "totals": totals}
 
 
+_WORKERS = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
 _SUMMED = (
     "num_running",
     "num_waiting",

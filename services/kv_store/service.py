@@ -38,7 +38,6 @@ class KvStoreService:
         self._transport: Transport | None = None
         self._listener: Listener | None = None
         self._finding: Subscription | None = None
-        self._num_peers = 0
 
     async def open(self, runtime: Runtime) -> None:
         """Listen, and tell where."""
@@ -67,21 +66,14 @@ class KvStoreService:
         index = self._tier.index
         num_held = len(index) + index.num_staged
         capacity = index.budget_bytes * num_held // index.num_used_bytes if index.num_used_bytes else 0
-        return WorkerLoad(num_running=self._num_peers, num_blocks=capacity, num_used_blocks=num_held)
+        return WorkerLoad(num_blocks=capacity, num_used_blocks=num_held)
 
     async def _accept(self, listener: Listener) -> NoReturn:
         while True:
             peer = Peer(
                 await listener.accept(), self._tier, self._metrics, self._settings.send_timeout_seconds
             )
-            self._runtime.spawn("peer", self._serve(peer))
-
-    async def _serve(self, peer: Peer) -> None:
-        self._num_peers += 1
-        try:
-            await peer.serve()
-        finally:
-            self._num_peers -= 1
+            self._runtime.spawn("peer", peer.serve())
 
     async def _find(self, question: FindPrefix) -> PrefixHeld:
         names = split_names(question.names)

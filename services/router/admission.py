@@ -131,7 +131,8 @@ class Admission:
             self._view.place(place.request_id, match, place.num_tokens, now)
             return match
         if match is Obstacle.NO_ROOM:
-            blocked_models.add(place.model)
+            if not place.exclude:  # one that avoids workers holds back nobody who does not
+                blocked_models.add(place.model)
             return None
         if match is Obstacle.TOO_LONG:
             detail = f"{place.num_tokens} tokens fit no decode instance, even when it is empty"
@@ -150,7 +151,9 @@ class Admission:
         )
         # With pairs about that are not for this request (it excludes them, or names another model), its
         # patience runs from its own arrival.
-        since = ticket.arrived_at if self._pair_seen_at == now else self._pair_seen_at
+        # So it does while workers start: however long they load, a newcomer gets the patience promised.
+        waits_for_others = self._pair_seen_at == now or self._view.has_starting()
+        since = ticket.arrived_at if waits_for_others else self._pair_seen_at
         return now >= since + patience
 
     def _no_workers(self) -> Refused:

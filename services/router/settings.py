@@ -13,7 +13,8 @@ class RouterSettings(RuntimeSettings, frozen=True, kw_only=True):
     policy: Annotated[
         Literal["least_load", "round_robin"], Meta(description="how an instance is chosen among the usable")
     ] = "least_load"
-    max_queue: Annotated[int, Meta(description="requests that may wait for a place", ge=0, le=100_000)] = 200
+    max_queue: Annotated[int, Meta(description="requests that may wait for a place", ge=0, le=255)] = 200
+    """Below the number of handlers that the bus runs at once, since each request waits in its own."""
     max_waiting_tokens: Annotated[
         int, Meta(description="a prefill instance with more prompt tokens queued gets no further ones", ge=1)
     ] = 32768

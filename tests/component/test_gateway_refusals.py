@@ -160,7 +160,6 @@ async def test_with_keys_only_those_who_show_one_are_served(mesh: Mesh) -> None:
 ROUTER_REFUSALS = {
     RefusalReason.OVERLOADED: 429,
     RefusalReason.NO_WORKERS: 503,
-    RefusalReason.DRAINING: 503,
     RefusalReason.TOO_LONG: 400,
     RefusalReason.DEADLINE: 504,
 }

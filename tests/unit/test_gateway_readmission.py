@@ -72,7 +72,14 @@ def test_a_full_worker_is_avoided_until_nobody_else_is_left(reason: RefusalReaso
     assert history.exclude == ()
 
 
-@pytest.mark.parametrize("reason", list(RefusalReason))
+def test_a_router_that_leaves_is_asked_no_more_but_another_may_answer() -> None:
+    leaving = RefusedBy(ROUTER, Refused(reason=RefusalReason.DRAINING, retry_after_seconds=0.5))
+    history, limits = History(), Limits(max_refusals=2)
+    assert next_step(leaving, history, limits, 0.0) == Again(0.5)
+    assert isinstance(next_step(leaving, history, limits, 0.0), Refused)
+
+
+@pytest.mark.parametrize("reason", sorted(set(RefusalReason) - {RefusalReason.DRAINING}, key=str))
 def test_what_the_router_refuses_is_told_as_it_is(reason: RefusalReason) -> None:
     refused = Refused(reason=reason, detail="why")
     assert next_step(RefusedBy(ROUTER, refused), History(), Limits(), 0.0) == refused
