@@ -95,9 +95,11 @@ class Worker:
     behaviour: Behaviour = field(default_factory=lambda: say("Hello there."))
     reserve_answer: Refused | None = None
     prefill_answer: Refused | None = None
+    num_cached_blocks: int = 0
     generations: list[Generation] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
+    first_blocks: list[int] = field(default_factory=list)
     came_to_rest: asyncio.Event = field(default_factory=asyncio.Event)
     saw_abort: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -163,10 +165,11 @@ class Worker:
         self.tasks[reserve.generation.request_id] = asyncio.create_task(
             _run(self.behaviour(self, reserve.generation))  # type: ignore[arg-type]  # behaviours are coroutines
         )
-        return Reserved(link_address="nowhere")
+        return Reserved(link_address="nowhere", num_cached_blocks=self.num_cached_blocks)
 
     async def _prefill(self, prefill: Prefill) -> Queued | Refused:
         self.prompts.append(prefill.generation.request_id)
+        self.first_blocks.append(prefill.first_block)
         return self.prefill_answer or Queued()
 
     def _abort(self, abort: Abort) -> None:

@@ -219,6 +219,13 @@ async def test_health_mesh_metrics_and_openapi_tell_what_is_there(mesh: Mesh) ->
     assert await mesh.metric("kvmesh_time_to_first_token_seconds_count") == 1
 
 
+async def test_blocks_that_the_decode_worker_has_are_not_handed_over(mesh: Mesh) -> None:
+    mesh.decodes[0].num_cached_blocks = 3
+    async with mesh.http() as http:
+        assert (await http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})).status_code == 200
+    assert mesh.prefills[0].first_blocks == [3]
+
+
 async def test_the_trace_of_the_client_goes_on_to_router_and_workers(mesh: Mesh) -> None:
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     headers = {"traceparent": traceparent}
