@@ -31,6 +31,11 @@ class BlockShape:
         shape = (num_blocks, self.num_kv_heads, 2, self.block_size, self.head_dim)
         return torch.from_numpy(body).view(self.dtype).view(shape)
 
+    def layers_of(self, body: NDArray[np.uint8], num_layers: int, num_blocks: int) -> torch.Tensor:
+        """The same for layers one after another: [num_layers, num_blocks, ...]. Raises ValueError, too."""
+        blocks = self.tensor_of(body, num_layers * num_blocks)
+        return blocks.view(num_layers, num_blocks, *blocks.shape[1:])
+
 
 def bytes_of(blocks: torch.Tensor) -> NDArray[np.uint8]:
     """View a contiguous tensor as its bytes, copied only where it is not on the CPU."""

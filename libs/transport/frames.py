@@ -1,9 +1,11 @@
 """Headers of the frames that workers and the store exchange over Links. Bodies are blocks, layer by layer.
 
 A layer's blocks travel as [num_blocks, num_kv_heads, 2, block_size, head_dim] (the pool's own layout),
-contiguous. Where they are small, `num_layers` layers share a frame, one after another. Between workers `checksum` is xxh3-64 of the body. To and from the store it is xxh3-64 over the
-little-endian xxh3-64 of each block, so that what the store kept beside a block at its put still proves the
-block when it is fetched with others. Either is verified where the blocks are adopted.
+contiguous. Where they are small, `num_layers` layers share a frame, one after another.
+
+Between workers `checksum` is xxh3-64 of the body. To and from the store it is xxh3-64 over the little-endian
+xxh3-64 of each block, so that what the store kept beside a block at its put still proves the block when it is
+fetched with others. Either is verified where the blocks are adopted.
 """
 
 import msgspec

@@ -23,16 +23,18 @@ class Adoption:
         """Blocks that have not arrived, over all layers."""
         return sum((self._whole & ~layer).bit_count() for layer in self._arrived)
 
-    def check(self, layer: int, first_block: int, num_blocks: int) -> None:
+    def check(self, layer: int, num_layers: int, first_block: int, num_blocks: int) -> None:
         """Raises OutOfPlace where these cannot be blocks of this sequence."""
-        is_inside = first_block >= 0 and num_blocks > 0 and first_block + num_blocks <= self.num_blocks
-        if layer not in range(len(self._arrived)) or not is_inside:
+        is_block = first_block >= 0 and num_blocks > 0 and first_block + num_blocks <= self.num_blocks
+        is_layer = layer >= 0 and num_layers > 0 and layer + num_layers <= len(self._arrived)
+        if not is_block or not is_layer:
             raise OutOfPlace(
-                f"blocks {first_block} to {first_block + num_blocks - 1} of layer {layer}, but there are "
-                f"{self.num_blocks} blocks and {len(self._arrived)} layers"
+                f"blocks {first_block} to {first_block + num_blocks - 1} of layers {layer} to "
+                f"{layer + num_layers - 1}, of {self.num_blocks} blocks and {len(self._arrived)} layers"
             )
 
-    def arrive(self, layer: int, first_block: int, num_blocks: int) -> None:
+    def arrive(self, layer: int, num_layers: int, first_block: int, num_blocks: int) -> None:
         """These are written and verified. Raises OutOfPlace."""
-        self.check(layer, first_block, num_blocks)
-        self._arrived[layer] |= ((1 << num_blocks) - 1) << first_block
+        self.check(layer, num_layers, first_block, num_blocks)
+        for arrived in range(layer, layer + num_layers):
+            self._arrived[arrived] |= ((1 << num_blocks) - 1) << first_block

@@ -95,7 +95,7 @@ class Inlet:
         if held.first_blocks_at is None:
             held.first_blocks_at = time.time()
         try:
-            held.adoption.check(header.layer, header.first_block, header.num_blocks)
+            held.adoption.check(header.layer, header.num_layers, header.first_block, header.num_blocks)
             if checksum(frame.body) != header.checksum:
                 raise OutOfPlace(f"layer {header.layer} arrived with another checksum")
             write = tasks.create_task(self._write(held, held.adoption, header, frame))
@@ -110,12 +110,23 @@ class Inlet:
     async def _write(
         self, held: HeldSequence, adoption: Adoption, header: LayerBlocks, frame: Received
     ) -> None:
+        engine, layers = self._decoding.engine, range(header.layer, header.layer + header.num_layers)
         try:
-            blocks = self._shape.tensor_of(frame.body, header.num_blocks)
-            if await self._decoding.engine.write_blocks(
-                header.request_id, header.layer, header.first_block, blocks
+            blocks = self._shape.layers_of(frame.body, header.num_layers, header.num_blocks)
+            writes = (
+                engine.write_blocks(
+                    header.request_id, layer, header.first_block, blocks[layer - header.layer]
+                )
+                for layer in layers
+            )
+            # All are waited for, whatever becomes of one: the engine reads the frame's memory until then.
+            for layer, written in zip(
+                layers, await asyncio.gather(*writes, return_exceptions=True), strict=True
             ):
-                adoption.arrive(header.layer, header.first_block, header.num_blocks)
+                if isinstance(written, BaseException):
+                    raise written
+                if written:
+                    adoption.arrive(layer, 1, header.first_block, header.num_blocks)
         except (EngineError, ValueError) as error:
             self._decoding.fail(held, FailureReason.CORRUPT, str(error))
         finally:

@@ -62,11 +62,12 @@ class Arena:
         buffer.data[layer] = block
         buffer.checksums[layer] = checksum
 
-    def read_layer(self, names: Sequence[bytes], layer: int) -> tuple[NDArray[np.uint8], int]:
-        """One layer of these blocks, joined, and the checksum of the blocks as it was when they were put."""
+    def read_layers(self, names: Sequence[bytes], layers: range) -> tuple[NDArray[np.uint8], int]:
+        """Layers of these blocks, one after another, and their checksum as it was when they were put."""
         buffers = [self._buffers[name] for name in names]
-        body: NDArray[np.uint8] = np.concatenate([buffer.data[layer] for buffer in buffers])
-        return body, checksum_of_blocks(np.array([buffer.checksums[layer] for buffer in buffers], np.uint64))
+        body: NDArray[np.uint8] = np.concatenate([b.data[layer] for layer in layers for b in buffers])
+        checksums = np.array([b.checksums[layer] for layer in layers for b in buffers], np.uint64)
+        return body, checksum_of_blocks(checksums)
 
     def _take(self, shape: Shape) -> BlockBuffer:
         for index, buffer in enumerate(self._spare):

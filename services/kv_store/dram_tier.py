@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from libs.kv.block_index import BlockIndex
 from libs.kv.checksum import block_checksums, checksum_of_blocks
-from services.kv_store.arena import Arena
+from services.kv_store.arena import Arena, Shape
 
 
 class PutRefused(Exception):
@@ -56,25 +56,26 @@ class DramTier:
         self.arena.allocate(staging.names, (num_layers, layer_bytes))
         return Put(tuple(names), staging.names, num_layers, layer_bytes)
 
-    def put_layer(self, put: Put, layer: int, body: NDArray[np.uint8], checksum: int) -> bool:
-        """Take one layer of all blocks of a put; True when it was the last one, and the blocks are held now.
+    def put_layers(self, put: Put, layers: range, body: NDArray[np.uint8], checksum: int) -> bool:
+        """Take layers of all blocks of a put; True when they were the last, and the blocks are held now.
 
         Raises PutRefused; the caller then drops the put.
         """
-        expected_bytes = len(put.names) * put.layer_bytes
-        if layer not in range(put.num_layers) or layer in put.arrived or body.size != expected_bytes:
-            raise PutRefused(
-                f"layer {layer} with {body.size} bytes, expected {expected_bytes} once per layer"
-            )
-        checksums = block_checksums(body, len(put.names))
+        expected_bytes = len(layers) * len(put.names) * put.layer_bytes
+        is_due = bool(layers) and layers.start >= 0 and layers.stop <= put.num_layers
+        if not is_due or not put.arrived.isdisjoint(layers) or body.size != expected_bytes:
+            raise PutRefused(f"{layers} with {body.size} bytes, expected {expected_bytes}, each layer once")
+        checksums = block_checksums(body, len(layers) * len(put.names))
         if checksum_of_blocks(checksums) != checksum:
-            raise LayerCorrupt(f"layer {layer} of {len(put.names)} blocks arrived with another checksum")
+            raise LayerCorrupt(f"{layers} of {len(put.names)} blocks arrived with another checksum")
         fresh = set(put.fresh)
-        blocks = body.reshape(len(put.names), put.layer_bytes)
-        for name, block, block_checksum in zip(put.names, blocks, checksums, strict=True):
-            if name in fresh:
-                self.arena.write_layer(name, layer, block, block_checksum)
-        put.arrived.add(layer)
+        shape = (len(layers), len(put.names))
+        blocks, checksums = body.reshape(*shape, put.layer_bytes), checksums.reshape(shape)
+        for row, layer in enumerate(layers):
+            for column, name in enumerate(put.names):
+                if name in fresh:
+                    self.arena.write_layer(name, layer, blocks[row, column], checksums[row, column])
+        put.arrived.update(layers)
         if len(put.arrived) < put.num_layers:
             return False
         self.index.commit(put.fresh)
@@ -85,15 +86,15 @@ class DramTier:
         self.index.discard(put.fresh)
         self.arena.free(put.fresh)
 
-    def begin_fetch(self, names: Sequence[bytes]) -> int | None:
-        """Keep these blocks until `end_fetch` and tell their number of layers; None: some are missing."""
+    def begin_fetch(self, names: Sequence[bytes]) -> Shape | None:
+        """Keep these blocks until `end_fetch` and tell their shape; None: some are missing."""
         if not names or not self.index.begin_reading(names):
             return None
         shape = self.arena.shape_of(names)
         if shape is None:
             self.index.end_reading(names)
             return None
-        return shape[0]
+        return shape
 
     def end_fetch(self, names: Sequence[bytes]) -> None:
         """The inverse of `begin_fetch`."""

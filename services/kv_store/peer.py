@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import structlog
 
+from libs.kv.layer_groups import layer_groups
 from libs.kv.names import split_names
 from libs.transport.frames import (
     Fetch,
@@ -20,6 +21,7 @@ from libs.transport.frames import (
     encode_header,
 )
 from libs.transport.port import Link, LinkError, Received
+from services.kv_store.arena import Shape
 from services.kv_store.dram_tier import DramTier, LayerCorrupt, Put, PutRefused
 from services.kv_store.metrics import KvStoreMetrics
 
@@ -39,7 +41,8 @@ class ProtocolBroken(Exception):
 class _Wanted:
     fetch_id: int
     names: Sequence[bytes]
-    num_layers: int
+    shape: Shape | None
+    """None: they were not there."""
 
 
 class Peer:
@@ -87,8 +90,7 @@ class Peer:
                 self._put_layer(layer, frame)
             case Fetch() as fetch:
                 names = _names_of(frame)
-                num_layers = self._tier.begin_fetch(names) or 0
-                await self._fetches.put(_Wanted(fetch.fetch_id, names, num_layers))
+                await self._fetches.put(_Wanted(fetch.fetch_id, names, self._tier.begin_fetch(names)))
             case other:
                 raise ProtocolBroken(f"a worker sent {type(other).__name__} to the store")
 
@@ -111,8 +113,9 @@ class Peer:
         if put is None:
             return  # The put was refused; its layers were on their way already.
         self._metrics.transfer_bytes.labels("received").inc(frame.body.size)
+        layers = range(header.layer, header.layer + header.num_layers)
         try:
-            if self._tier.put_layer(put, header.layer, frame.body, header.checksum):
+            if self._tier.put_layers(put, layers, frame.body, header.checksum):
                 del self._puts[header.put_id]
                 self._metrics.puts.labels("held").inc()
         except PutRefused as refusal:
@@ -134,25 +137,28 @@ class Peer:
                 self._end_fetch(wanted, result)
 
     async def _send(self, wanted: _Wanted) -> str:
-        if wanted.num_layers == 0:
+        if wanted.shape is None:
             header = encode_header(FetchMissed(fetch_id=wanted.fetch_id))
             await self._link.send(header, timeout_seconds=self._send_timeout_seconds)
             return "missed"
-        for layer in range(wanted.num_layers):
+        num_layers, layer_bytes = wanted.shape
+        for layers in layer_groups(num_layers, layer_bytes * len(wanted.names)):
             started = time.monotonic()
-            body, checksum = self._tier.arena.read_layer(wanted.names, layer)
-            header = encode_header(
-                Fetched(
-                    fetch_id=wanted.fetch_id, layer=layer, num_blocks=len(wanted.names), checksum=checksum
-                )
+            body, checksum = self._tier.arena.read_layers(wanted.names, layers)
+            fetched = Fetched(
+                fetch_id=wanted.fetch_id,
+                layer=layers.start,
+                num_layers=len(layers),
+                num_blocks=len(wanted.names),
+                checksum=checksum,
             )
-            await self._link.send(header, body, timeout_seconds=self._send_timeout_seconds)
+            await self._link.send(encode_header(fetched), body, timeout_seconds=self._send_timeout_seconds)
             self._metrics.transfer_bytes.labels("sent").inc(body.size)
             self._metrics.transfer_seconds.observe(time.monotonic() - started)
         return "sent"
 
     def _end_fetch(self, wanted: _Wanted, result: str) -> None:
-        if wanted.num_layers:
+        if wanted.shape is not None:
             self._tier.end_fetch(wanted.names)
         self._metrics.fetches.labels(result).inc()
 

@@ -13,6 +13,7 @@ from libs.kv.checksum import checksum
 from libs.kv.tensors import bytes_of
 from libs.transport.frames import HandOver, HandOverFailed, LayerBlocks, StillQueued, encode_header
 from libs.transport.port import Link, LinkError
+from services.prefill_worker.layer_group import LayerGroup
 from services.prefill_worker.metrics import PrefillMetrics
 
 MAX_IDS_PER_FRAME = 40
@@ -43,24 +44,52 @@ class Outlet:
     `release` was called for what was sent."""
 
     def __init__(
-        self, link: Link, release: Release, metrics: PrefillMetrics, *, send_timeout_seconds: float
+        self,
+        link: Link,
+        release: Release,
+        metrics: PrefillMetrics,
+        *,
+        num_layers: int,
+        send_timeout_seconds: float,
     ) -> None:
         self._link, self._release, self._metrics = link, release, metrics
-        self._send_timeout_seconds = send_timeout_seconds
+        self._num_layers, self._send_timeout_seconds = num_layers, send_timeout_seconds
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
+        self._gathering: dict[str, LayerGroup] = {}
+        """Layers of a chunk that wait for the next ones, to share a frame; by request."""
 
     @property
     def is_open(self) -> bool:
         """False once nothing can be sent any more."""
         return self._link.is_open
 
-    def put(self, prompt: Departing, output: LayerOutput | TokenOutput) -> None:
-        """A layer's blocks, in the end the first token. Dropped if the prompt is over when its turn comes."""
-        self._queue.put_nowait(_Item(prompt, output, time.monotonic()))
+    def put_layer(self, prompt: Departing, output: LayerOutput) -> None:
+        """A layer's blocks. Dropped if the prompt is over when their turn comes."""
+        group = self._gathering.get(prompt.request_id)
+        if group is not None and not group.takes(output):
+            self._queue_group(prompt)
+            group = None
+        if group is None:
+            group = self._gathering[prompt.request_id] = LayerGroup(output, self._num_layers)
+        else:
+            group.outputs.append(output)
+        if group.is_full:
+            self._queue_group(prompt)
+
+    def put_first_token(self, prompt: Departing, first: TokenOutput) -> None:
+        """All layers are put. Dropped if the prompt is over when its turn comes."""
+        self._queue_group(prompt)
+        self._queue.put_nowait(_Item(prompt, first))
+
+    def forget(self, prompt: Departing) -> None:
+        """The prompt is over: no further layers will come."""
+        group = self._gathering.pop(prompt.request_id, None)
+        if group is not None:
+            self._let_go(group)
 
     def tell(self, failed: HandOverFailed) -> None:
         """There will be no first token."""
-        self._queue.put_nowait(_Item(None, failed, 0.0))
+        self._queue.put_nowait(_Item(None, failed))
 
     async def renew(self, request_ids: Sequence[str]) -> None:
         """Tell the decode worker that these are still to come. A lost Link is told elsewhere."""
@@ -82,7 +111,10 @@ class Outlet:
             reason = str(lost.exceptions[0])
         finally:
             while not self._queue.empty():
-                self._let_go(self._queue.get_nowait())
+                self._let_go(self._queue.get_nowait().content)
+            for group in self._gathering.values():
+                self._let_go(group)
+            self._gathering.clear()
             await self._link.close()
         return reason
 
@@ -101,7 +133,12 @@ class Outlet:
             try:
                 await self._send_item(item)
             finally:
-                self._let_go(item)
+                self._let_go(item.content)
+
+    def _queue_group(self, prompt: Departing) -> None:
+        group = self._gathering.pop(prompt.request_id, None)
+        if group is not None:
+            self._queue.put_nowait(_Item(prompt, group))
 
     async def _send_item(self, item: "_Item") -> None:
         prompt = item.prompt
@@ -112,27 +149,30 @@ class Outlet:
                 await self._send(encode_header(_hand_over(prompt, item.content)))
                 prompt.finish()
             else:
-                await self._send_layer(prompt, item.content, item.made_at)
+                await self._send_group(prompt, item.content)
 
-    async def _send_layer(self, prompt: Departing, output: LayerOutput, made_at: float) -> None:
-        body = bytes_of(output.blocks)
+    async def _send_group(self, prompt: Departing, group: LayerGroup) -> None:
+        first = group.outputs[0]
+        body = bytes_of(group.joined())
         header = LayerBlocks(
             request_id=prompt.request_id,
-            layer=output.layer,
-            first_block=output.first_block,
-            num_blocks=output.blocks.shape[0],
+            layer=first.layer,
+            num_layers=len(group.outputs),
+            first_block=first.first_block,
+            num_blocks=first.blocks.shape[0],
             checksum=checksum(body),
         )
         await self._link.send(encode_header(header), body, timeout_seconds=self._send_timeout_seconds)
         self._metrics.transfer_bytes.labels("sent").inc(body.size)
-        self._metrics.transfer_seconds.observe(time.monotonic() - made_at)
+        self._metrics.transfer_seconds.observe(time.monotonic() - group.made_at)
 
     async def _send(self, header: bytes) -> None:
         await self._link.send(header, timeout_seconds=self._send_timeout_seconds)
 
-    def _let_go(self, item: "_Item") -> None:
-        if isinstance(item.content, LayerOutput):
-            self._release(item.content)
+    def _let_go(self, content: LayerGroup | TokenOutput | HandOverFailed) -> None:
+        if isinstance(content, LayerGroup):
+            for output in content.outputs:
+                self._release(output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,8 +180,7 @@ class _Item:
     """What waits for its turn; without a prompt it is sent in any case."""
 
     prompt: Departing | None
-    content: LayerOutput | TokenOutput | HandOverFailed
-    made_at: float
+    content: LayerGroup | TokenOutput | HandOverFailed
 
 
 def _hand_over(prompt: Departing, first: TokenOutput) -> HandOver:

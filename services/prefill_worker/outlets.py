@@ -27,11 +27,13 @@ class Outlets:
         on_lost: Callable[[Outlet, str], None],
         metrics: PrefillMetrics,
         *,
+        num_layers: int,
         connect_timeout_seconds: float,
         send_timeout_seconds: float,
     ) -> None:
         self._transport, self._spawn, self._release = transport, spawn, release
         self._on_lost, self._metrics = on_lost, metrics
+        self._num_layers = num_layers
         self._connect_timeout_seconds = connect_timeout_seconds
         self._send_timeout_seconds = send_timeout_seconds
         self._open: dict[str, Outlet] = {}
@@ -73,7 +75,11 @@ class Outlets:
             address, expected_peer=decode, timeout_seconds=self._connect_timeout_seconds
         )
         outlet = self._open[decode] = Outlet(
-            link, self._release, self._metrics, send_timeout_seconds=self._send_timeout_seconds
+            link,
+            self._release,
+            self._metrics,
+            num_layers=self._num_layers,
+            send_timeout_seconds=self._send_timeout_seconds,
         )
         self._spawn("outlet", self._serve(decode, outlet))
         return outlet

@@ -118,7 +118,7 @@ class Prefilling:
             return
         if prompt.put is not None:
             prompt.put.collect(output)
-        prompt.outlet.put(prompt, output)
+        prompt.outlet.put_layer(prompt, output)
 
     def on_prompt_done(self, output: TokenOutput) -> None:
         """See EngineListener: the first token follows its layers."""
@@ -134,7 +134,7 @@ class Prefilling:
         self._metrics.prefill_seconds.observe(max(0.0, self._clock() - started))
         prompt.span.set("num_cached_tokens", output.num_cached_tokens)
         prompt.span.set("queue_seconds", max(0.0, started - prompt.arrived_at))
-        prompt.outlet.put(prompt, output)
+        prompt.outlet.put_first_token(prompt, output)
 
     def on_failed(self, failure: SequenceFailed) -> None:
         """See EngineListener."""
@@ -162,6 +162,8 @@ class Prefilling:
         if prompt.outcome != HANDED_OVER:
             self._engine.abort(prompt.request_id)
             self._room_came.set()
+        if prompt.outlet is not None:
+            prompt.outlet.forget(prompt)
         if prompt.put is not None:
             self._store.end_put(prompt.put)
         prompt.span.set("outcome", prompt.outcome)

@@ -119,6 +119,7 @@ class PrefillWorkerService:
             engine.release_layer,
             prefilling.outlet_lost,
             metrics,
+            num_layers=model.config.num_layers,
             connect_timeout_seconds=settings.connect_timeout_seconds,
             send_timeout_seconds=settings.send_timeout_seconds,
         )

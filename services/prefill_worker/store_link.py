@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from libs.engine.errors import EngineError
 from libs.kv.checksum import block_checksums, checksum_of_blocks
+from libs.kv.layer_groups import layer_groups
 from libs.kv.tensors import BlockShape, bytes_of
 from libs.transport.frames import (
     Fetch,
@@ -123,11 +124,11 @@ class StoreLink:
         await self._link.send(
             encode_header(names), _joined(put.names), timeout_seconds=self._send_timeout_seconds
         )
-        for layer in range(self._num_layers):
-            body = bytes_of(put.take_layer(layer))
-            checksum = checksum_of_blocks(block_checksums(body, len(put.names)))
-            header = encode_header(PutLayer(put_id=put_id, layer=layer, checksum=checksum))
-            await self._link.send(header, body, timeout_seconds=self._send_timeout_seconds)
+        for layers in layer_groups(self._num_layers, self._shape.num_bytes * len(put.names)):
+            body = bytes_of(put.take_layers(layers))
+            checksum = checksum_of_blocks(block_checksums(body, len(layers) * len(put.names)))
+            header = PutLayer(put_id=put_id, layer=layers.start, num_layers=len(layers), checksum=checksum)
+            await self._link.send(encode_header(header), body, timeout_seconds=self._send_timeout_seconds)
             self._metrics.transfer_bytes.labels("put").inc(body.size)
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> str:
@@ -161,27 +162,39 @@ class StoreLink:
             log.warning("fetched_kv_corrupt", peer=self._link.peer, layer=header.layer)
             fetching.end(FetchResult.CORRUPT)
             return False
-        tasks.create_task(self._write(header.layer, frame, fetching))
+        tasks.create_task(self._write(header, frame, fetching))
         return True
 
     def _is_right(self, header: Fetched, frame: Received, fetching: _Fetching) -> bool:
-        if header.num_blocks != fetching.num_blocks or header.layer not in range(self._num_layers):
+        is_layer = header.layer >= 0 and 0 < header.num_layers <= self._num_layers - header.layer
+        num_parts = header.num_layers * header.num_blocks
+        if not is_layer or header.num_blocks != fetching.num_blocks:
             return False
-        if frame.body.size != header.num_blocks * self._shape.num_bytes:
+        if frame.body.size != num_parts * self._shape.num_bytes:
             return False
-        return checksum_of_blocks(block_checksums(frame.body, header.num_blocks)) == header.checksum
+        return checksum_of_blocks(block_checksums(frame.body, num_parts)) == header.checksum
 
-    async def _write(self, layer: int, frame: Received, fetching: _Fetching) -> None:
+    async def _write(self, header: Fetched, frame: Received, fetching: _Fetching) -> None:
+        layers = range(header.layer, header.layer + header.num_layers)
         try:
-            blocks = self._shape.tensor_of(frame.body, fetching.num_blocks)
-            if fetching.result.done() or not await fetching.write(layer, blocks):
-                fetching.end(FetchResult.FAILED)
-            fetching.written.add(layer)
-        except EngineError as error:
-            log.warning("fetched_kv_not_written", reason=str(error))
-            fetching.end(FetchResult.FAILED)
+            if not fetching.result.done():
+                blocks = self._shape.layers_of(frame.body, header.num_layers, fetching.num_blocks)
+                writes = (fetching.write(layer, blocks[layer - header.layer]) for layer in layers)
+                # All are waited for, whatever becomes of one: the frame's memory is read until then.
+                results = await asyncio.gather(*writes, return_exceptions=True)
+                self._note(fetching, layers, results)
         finally:
             frame.release()
+
+    def _note(self, fetching: _Fetching, layers: range, results: Sequence[bool | BaseException]) -> None:
+        for result in results:
+            if isinstance(result, EngineError):
+                log.warning("fetched_kv_not_written", reason=str(result))
+            elif isinstance(result, BaseException):
+                raise result
+        if not all(result is True for result in results):
+            fetching.end(FetchResult.FAILED)
+        fetching.written.update(layers)
         if len(fetching.written) == self._num_layers:
             fetching.end(FetchResult.HIT)
 

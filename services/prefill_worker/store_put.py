@@ -26,7 +26,10 @@ class StorePut:
             self._pieces[output.layer].append(output.blocks[first:end])
             self._num_blocks[output.layer] += end - first
 
-    def take_layer(self, layer: int) -> torch.Tensor:
-        """The blocks of one layer, contiguous; they are no longer kept here."""
-        pieces, self._pieces[layer] = self._pieces[layer], []
+    def take_layers(self, layers: range) -> torch.Tensor:
+        """The blocks of these layers, one after another, contiguous; they are no longer kept here."""
+        pieces: list[torch.Tensor] = []
+        for layer in layers:
+            pieces += self._pieces[layer]
+            self._pieces[layer] = []
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)

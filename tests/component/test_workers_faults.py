@@ -9,6 +9,7 @@ from tampered_links import tampering
 from workers_mesh import Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 
 from libs.bus.messages.generation import Queued, Refused, Reserved
+from libs.kv import layer_groups
 from libs.request.outcome import FailureReason, RefusalReason
 from libs.transport.frames import FrameHeader, HandOver, LayerBlocks
 from libs.transport.port import Bytes
@@ -18,6 +19,12 @@ from libs.transport.port import Bytes
 async def mesh() -> AsyncIterator[WorkersMesh]:
     async with running_mesh() as mesh:
         yield mesh
+
+
+@pytest.fixture
+def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model's layers would all share a frame."""
+    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)
 
 
 async def pair(mesh: WorkersMesh, **prefill: Any) -> tuple[Gateway, Hosted, Hosted]:
@@ -60,6 +67,7 @@ async def test_running_sequences_do_not_notice_that_their_prefill_worker_dies(me
     assert (len(stream.tokens), stream.failure) == (60, None)
 
 
+@pytest.mark.usefixtures("layer_by_layer")
 @pytest.mark.parametrize("nth", [0, 4])
 async def test_a_flipped_bit_is_seen_never_decoded_and_the_retry_is_right(
     mesh: WorkersMesh, nth: int
@@ -86,6 +94,7 @@ async def test_a_flipped_bit_is_seen_never_decoded_and_the_retry_is_right(
     assert len(whole.tokens) == 8
 
 
+@pytest.mark.usefixtures("layer_by_layer")
 async def test_a_hand_over_with_blocks_missing_is_not_adopted(mesh: WorkersMesh) -> None:
     def lose_layer_1(header: FrameHeader, body: Bytes | None) -> bool:
         return not (isinstance(header, LayerBlocks) and header.layer == 1)

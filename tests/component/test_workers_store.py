@@ -8,6 +8,7 @@ import pytest
 from tampered_links import tampering
 from workers_mesh import BLOCK_SIZE, Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 
+from libs.kv import layer_groups
 from libs.transport.frames import Fetched, FrameHeader, PutLayer
 from libs.transport.port import Bytes
 
@@ -16,6 +17,12 @@ from libs.transport.port import Bytes
 async def mesh() -> AsyncIterator[WorkersMesh]:
     async with running_mesh() as mesh:
         yield mesh
+
+
+@pytest.fixture
+def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model's layers would all share a frame."""
+    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)
 
 
 async def warm(mesh: WorkersMesh, num_tokens: int, **store: Any) -> tuple[Gateway, Hosted, Hosted, list[int]]:
@@ -88,6 +95,7 @@ async def test_a_dead_store_is_a_miss_and_its_successor_is_used(mesh: WorkersMes
     await mesh.until_idle()
 
 
+@pytest.mark.usefixtures("layer_by_layer")
 async def test_a_store_that_dies_while_it_sends_is_a_miss(mesh: WorkersMesh) -> None:
     dying: list[asyncio.Task[None]] = []
 
@@ -105,6 +113,7 @@ async def test_a_store_that_dies_while_it_sends_is_a_miss(mesh: WorkersMesh) -> 
     await mesh.until_idle()
 
 
+@pytest.mark.usefixtures("layer_by_layer")
 async def test_fetched_kv_with_a_flipped_bit_is_computed_instead(mesh: WorkersMesh) -> None:
     def flip(header: FrameHeader, body: Bytes | None) -> bool:
         if isinstance(header, Fetched) and header.layer == 2 and body is not None:
@@ -119,6 +128,7 @@ async def test_fetched_kv_with_a_flipped_bit_is_computed_instead(mesh: WorkersMe
     await mesh.until_idle()
 
 
+@pytest.mark.usefixtures("layer_by_layer")
 async def test_a_put_with_a_flipped_bit_is_never_held(mesh: WorkersMesh) -> None:
     def flip(header: FrameHeader, body: Bytes | None) -> bool:
         if isinstance(header, PutLayer) and header.layer == 1 and body is not None:

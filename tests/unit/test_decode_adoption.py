@@ -25,19 +25,37 @@ def test_it_is_complete_exactly_when_every_block_of_every_layer_arrived_in_any_o
     for layer, first, count in pieces:
         assert adoption.is_complete == (not missing)
         assert adoption.num_missing == len(missing)
-        adoption.arrive(layer, first, count)
+        adoption.arrive(layer, 1, first, count)
         missing -= {(layer, block) for block in range(first, first + count)}
     assert adoption.is_complete
     assert not missing
 
 
 @pytest.mark.parametrize(
-    ("layer", "first", "count"), [(2, 0, 1), (-1, 0, 1), (0, 3, 2), (0, -1, 2), (0, 1, 0), (0, 4, 1)]
+    ("layer", "num_layers", "first", "count"),
+    [
+        (2, 1, 0, 1),
+        (-1, 1, 0, 1),
+        (1, 2, 0, 1),
+        (0, 0, 0, 1),
+        (0, 1, 3, 2),
+        (0, 1, -1, 2),
+        (0, 1, 1, 0),
+        (0, 1, 4, 1),
+    ],
 )
 def test_blocks_that_the_sequence_does_not_have_are_refused_and_change_nothing(
-    layer: int, first: int, count: int
+    layer: int, num_layers: int, first: int, count: int
 ) -> None:
     adoption = Adoption(num_layers=2, num_blocks=4)
     with pytest.raises(OutOfPlace):
-        adoption.arrive(layer, first, count)
+        adoption.arrive(layer, num_layers, first, count)
     assert adoption.num_missing == 8
+
+
+def test_layers_that_share_a_frame_arrive_together() -> None:
+    adoption = Adoption(num_layers=3, num_blocks=4, num_cached_blocks=1)
+    adoption.arrive(1, 2, 1, 3)
+    assert adoption.num_missing == 3
+    adoption.arrive(0, 1, 0, 4)
+    assert adoption.is_complete

@@ -34,7 +34,7 @@ def test_it_keeps_its_blocks_and_no_others_however_the_prompt_was_cut(data: st.D
         handed = cut
     assert put.is_complete
     for layer in range(NUM_LAYERS):
-        blocks = put.take_layer(layer)
+        blocks = put.take_layers(range(layer, layer + 1))
         assert blocks.is_contiguous()
         assert blocks[:, 0, 0, 0, 0].tolist() == [100 * layer + n for n in range(first, num_full)]
 
