@@ -1,6 +1,7 @@
 """What breaks on the way: each attempt ends at once with the right reason, and everything it held is free."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
@@ -104,6 +105,24 @@ async def test_a_hand_over_with_blocks_missing_is_not_adopted(mesh: WorkersMesh)
     assert stream.failure is FailureReason.CORRUPT
     assert "6 blocks" in stream.detail
     await mesh.until_idle()
+
+
+async def test_leases_follow_the_clock_and_frames_of_their_own_sequence(mesh: WorkersMesh) -> None:
+    skipped_seconds = 0.0
+    gateway = await mesh.gateway()
+    decode = await mesh.decode(lease_seconds=10.0, clock=lambda: time.time() + skipped_seconds)
+    old = gateway.listen(gateway.generation(prompt_of(50), seconds=100.0))
+    await gateway.reserve(old.generation, decode.incarnation, "silent")
+    skipped_seconds = 9.0
+    new = gateway.listen(gateway.generation(prompt_of(50), seconds=100.0))
+    await gateway.reserve(new.generation, decode.incarnation, "silent")
+    assert decode.gauge("kvmesh_num_requests_held") == 2
+    skipped_seconds = 10.5
+    last = gateway.listen(gateway.generation(prompt_of(9), seconds=100.0))
+    await gateway.reserve(last.generation, decode.incarnation, "silent")
+    assert (await old.end()).failure is FailureReason.LEASE_EXPIRED
+    assert decode.gauge("kvmesh_num_requests_held") == 2
+    assert not new.ended.is_set()
 
 
 async def test_a_reservation_that_nobody_fills_is_freed_when_its_lease_ends(mesh: WorkersMesh) -> None:
