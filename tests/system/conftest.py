@@ -68,7 +68,7 @@ def reference() -> Callable[[list[str], int], list[str]]:
     async def generate(prompts: list[str], max_tokens: int) -> list[str]:
         collector = _Collector(len(prompts))
         settings = EngineSettings(
-            num_blocks=4096, max_num_batched_tokens=2048, max_model_len=2048, num_threads=2
+            num_blocks=1600, max_num_batched_tokens=2048, max_model_len=2048, num_threads=2
         )
         engine = Engine(model, settings, collector)
         await engine.start()
