@@ -13,14 +13,14 @@ from libs.request.sampling import SamplingParams
 @pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """One prefill and one decode worker in float32, with chunks small enough that long prompts are cut."""
-    flags = "--dtype float32 --max-num-batched-tokens 256 --num-blocks 1024".split()
+    flags = ["--dtype", "float32", "--max-num-batched-tokens", "256", "--num-blocks", "1024"]
     yield from running_mesh(tmp_path_factory.mktemp("mesh"), *flags)
 
 
 @pytest.fixture(scope="session")
 def double_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """Two workers per role, so that one of each may die."""
-    flags = "--dtype float32 --prefill 2 --decode 2 --num-blocks 512".split()
+    flags = ["--dtype", "float32", "--prefill", "2", "--decode", "2", "--num-blocks", "512"]
     yield from running_mesh(tmp_path_factory.mktemp("double"), *flags)
 
 
