@@ -8,7 +8,7 @@ import torch
 from kernels.linear.choose import pack_linear
 from kernels.paged_attention.choose import choose_paged_attention
 from kernels.paged_attention.contract import AttentionBatch, PagedAttention
-from kernels.paged_attention.reference import ReferenceAttention
+from kernels.paged_attention.torch_sdpa import TorchAttention
 
 _SECONDS_EACH = 0.25
 _HEAD_DIM, _NUM_KV_HEADS, _GROUP, _BLOCK_SIZE = 64, 3, 3, 16
@@ -46,13 +46,13 @@ def _product_seconds(weight: torch.Tensor, num_rows: int) -> tuple[float, float]
 def _attention() -> dict[str, float]:
     figures: dict[str, float] = {}
     device, dtype = torch.device("cpu"), torch.bfloat16
-    chosen, reference = choose_paged_attention(device, dtype), ReferenceAttention()
+    chosen, torchs_own = choose_paged_attention(device, dtype), TorchAttention()
     for name, num_sequences, num_queries, num_context in (
         ("paged attention, decode of 32 x 1024 tokens", 32, 1, 1024),
         ("paged attention, prefill of 512 tokens", 1, 512, 512),
     ):
         q, kv, batch = _attention_case(num_sequences, num_queries, num_context)
-        ours, torchs = _rivals(_attends(chosen, q, kv, batch), _attends(reference, q, kv, batch))
+        ours, torchs = _rivals(_attends(chosen, q, kv, batch), _attends(torchs_own, q, kv, batch))
         figures[f"{name}: us"] = ours * 1e6
         figures[f"{name}: GB/s of keys and values"] = kv.nbytes / ours / 1e9
         figures[f"{name} against torch: ratio"] = torchs / ours

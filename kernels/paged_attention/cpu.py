@@ -79,6 +79,10 @@ class NativeAttention:
             batch.context_lens.contiguous(),
             batch.query_starts.contiguous(),
         )
+        if not tables.dtype == contexts.dtype == starts.dtype == torch.int32:
+            raise ValueError(
+                f"a batch is of int32 tensors, not {tables.dtype}, {contexts.dtype} and {starts.dtype}"
+            )
         out = torch.empty(q.shape, dtype=q.dtype)
         self._attend(
             IS_FLOAT32[q.dtype],

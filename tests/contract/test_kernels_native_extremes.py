@@ -1,6 +1,7 @@
 """What only the native kernels can get wrong: memory never written, many tiles, deep and tall products."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,14 @@ def test_a_cache_that_the_kernel_cannot_walk_is_refused(
 ) -> None:
     with pytest.raises(ValueError):
         attention.write_kv(heads, heads, kv, torch.zeros(1, dtype=torch.int64))
+
+
+def test_a_batch_of_another_integer_type_is_refused(attention: NativeAttention) -> None:
+    case = AttentionCase(((1, 5),), num_kv_heads=1, group=1, head_dim=16, block_size=8)
+    pool, q = case.pool(torch.float32), case.queries(torch.float32)
+    batch = replace(case.batch(pool), context_lens=torch.tensor([5]))
+    with pytest.raises(ValueError, match="int32"):
+        attention.attend(q, case.view(pool), batch, 1.0)
 
 
 @DTYPES
