@@ -90,7 +90,13 @@ class Peer:
                 self._put_layer(layer, frame)
             case Fetch() as fetch:
                 names = _names_of(frame)
-                await self._fetches.put(_Wanted(fetch.fetch_id, names, self._tier.begin_fetch(names)))
+                wanted = _Wanted(fetch.fetch_id, names, self._tier.begin_fetch(names))
+                try:
+                    await self._fetches.put(wanted)
+                except asyncio.CancelledError:
+                    # The Link died while the queue was full: nobody else knows of these pins.
+                    self._end_fetch(wanted, "cut")
+                    raise
             case other:
                 raise ProtocolBroken(f"a worker sent {type(other).__name__} to the store")
 

@@ -126,10 +126,11 @@ class Store:
             log.info("store_not_reached", store=presence.name, reason=str(error))
 
     async def _fetch(self, presence: Presence, names: Sequence[bytes], write: WriteLayer) -> FetchResult:
-        try:
-            link = await self._connected(presence)
-        except LinkError as error:
-            log.info("store_not_reached", store=presence.name, reason=str(error))
+        link = self._link
+        if link is None or not link.is_open:
+            # A store out of reach must not hold prompts up: this one computes, a later one may fetch.
+            if not self._connecting.locked():
+                self._spawn("greet-store", self._greet(presence))
             return FetchResult.FAILED
         return await link.fetch(names, write, timeout_seconds=self._settings.store_fetch_timeout_seconds)
 
