@@ -27,6 +27,9 @@ _CONFIG = {
     "TLS": "^sm",  # shared memory cannot tell of a peer's death
     "TCP_TX_SEG_SIZE": "256K",  # 8K, the default, moves 1.0 GB/s instead of 4.5 by fragments
     "TCP_RX_SEG_SIZE": "256K",
+    # Over TCP a put writes to whatever address the peer names, also after the fetch was cancelled and the
+    # buffer freed: that corrupts memory when a Link ends under a transfer.
+    "TCP_PUT_ENABLE": "n",
 }
 
 

@@ -133,7 +133,7 @@ class UcxWire:
             memory = Memory(buffer.address, arrival.num_bytes, buffer.owner, buffer.is_device)
             complete = _Complete(header, memory, partial(self._pool.give, buffer))
             done = partial(self._fetched, number, complete)
-            self._worker.fetch(self._endpoint, arrival.descriptor, buffer, arrival.num_bytes, done)
+            self._worker.fetch(arrival.descriptor, buffer, arrival.num_bytes, done)
         else:
             self._complete(number, _Complete(header, own_copy(arrival.body), None))
 

@@ -8,21 +8,23 @@ import asyncio
 import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from libs.transport.memory import Memory
 from libs.transport.port import LinkLost
 from libs.transport.ucx import abi
 from libs.transport.ucx.library import Library, address_of
-from libs.transport.ucx.operations import NO_ENDPOINT, Done, Operation, Operations
+from libs.transport.ucx.operations import Done, Operation, Operations
 
 MESSAGE_ID = 1
 PROGRESS_SECONDS = 0.001
 """How long one wake-up may keep the event loop."""
 FIRST_NUDGE_SECONDS, LAST_NUDGE_SECONDS = 0.002, 0.25
-"""While operations are under way, progress at least this often, at ever longer intervals: the end of an endpoint leaves
-work in UCX's own queue that neither the event fd nor arming tells of. Without operations there is no timer."""
+"""While operations are under way, progress at least this often, at ever longer intervals: the end of an
+endpoint leaves work in UCX's own queue that neither the event fd nor arming tells of. Without operations
+there is no timer."""
+SETTLING_CALLS = 16
+"""Progress calls that take the remains of cut endpoints out of UCX's queue before a worker is freed."""
 BULK_BYTES = 256 << 10
 """While more than this is under way, progress calls release the GIL."""
 
@@ -37,14 +39,6 @@ class Arrival(NamedTuple):
     descriptor: int
 
 
-@dataclass(slots=True)
-class _Endpoint:
-    """`on_failure` is None once its Link is over; then it is cut as soon as nothing is under way on it."""
-
-    on_failure: Callable[[str], None] | None
-    is_broken: bool = False
-
-
 class UcxWorker:
     """Sends, fetches, connects. Owned by one event loop's thread."""
 
@@ -53,7 +47,7 @@ class UcxWorker:
         self._on_arrival = on_arrival
         self._loop = asyncio.get_running_loop()
         self._operations = Operations()
-        self._endpoints: dict[int, _Endpoint] = {}
+        self._on_failure: dict[int, Callable[[str], None]] = {}  # by endpoint
         self._events: list[Callable[[], None]] = []
         self._is_progress_due = False
         self._nudge: asyncio.TimerHandle | None = None
@@ -121,26 +115,18 @@ class UcxWorker:
                 f"no UCX transport leads to the peer: {reason}; compare UCX_TLS and UCX_NET_DEVICES"
             )
         handle = endpoint.value or 0
-        self._endpoints[handle] = _Endpoint(on_failure)
+        self._on_failure[handle] = on_failure
         self._progress_soon()
         return handle
 
     def disconnect(self, endpoint: int) -> None:
-        """Give an endpoint up. It is cut now if it broke or is quiet, else when what is under way on it has
-        ended: UCX loses track of operations whose endpoint is cut under them."""
-        self._endpoints[endpoint].on_failure = None
-        self._cut_if_over(endpoint)
-
-    def _cut_if_over(self, endpoint: int) -> None:
-        state = self._endpoints.get(endpoint)
-        if state is None or state.on_failure is not None:
-            return
-        if state.is_broken or not self._operations.num_on(endpoint):
-            del self._endpoints[endpoint]
-            self._prepare(self._sent_address, abi.EP_CLOSE_FLAG_FORCE)
-            pointer = self._calls.ucp_ep_close_nbx(endpoint, self._param_address)
-            self._started(pointer, Operation(NO_ENDPOINT, _ignore, 0, None))
-            self._progress_soon()  # cutting leaves work behind that no event announces
+        """Cut an endpoint; what is under way on it ends with an error status, in its own time."""
+        self._on_failure.pop(endpoint, None)
+        self._prepare(self._sent_address, abi.EP_CLOSE_FLAG_FORCE)
+        self._started(
+            self._calls.ucp_ep_close_nbx(endpoint, self._param_address), Operation(_ignore, 0, None)
+        )
+        self._progress_soon()
 
     def send(self, endpoint: int, envelope: bytes, body: Memory, is_rendezvous: bool, done: Done) -> None:
         """Send a message. `done` comes when `body` may be reused, perhaps before this returns."""
@@ -148,15 +134,15 @@ class UcxWorker:
         pointer = self._calls.ucp_am_send_nbx(
             endpoint, MESSAGE_ID, envelope, len(envelope), body.address, body.num_bytes, self._param_address
         )
-        self._started(pointer, Operation(endpoint, done, body.num_bytes, (envelope, body)))
+        self._started(pointer, Operation(done, body.num_bytes, (envelope, body)))
 
-    def fetch(self, endpoint: int, descriptor: int, into: Memory, num_bytes: int, done: Done) -> None:
-        """Bring the body of an arrival, which the peer of this endpoint sent, into memory."""
+    def fetch(self, descriptor: int, into: Memory, num_bytes: int, done: Done) -> None:
+        """Bring the body of an arrival into memory."""
         self._prepare(self._fetched_address, 0)
         pointer = self._calls.ucp_am_recv_data_nbx(
             self._worker, descriptor, into.address, num_bytes, self._param_address
         )
-        self._started(pointer, Operation(endpoint, done, num_bytes, into))
+        self._started(pointer, Operation(done, num_bytes, into))
 
     def discard(self, descriptor: int) -> None:
         """Let go of an arrival's body without fetching it."""
@@ -164,15 +150,17 @@ class UcxWorker:
         self._progress_soon()
 
     async def close(self) -> None:
-        """Let what is under way end, however long that takes, and free the worker. All endpoints are given up
+        """Let what is under way end, however long that takes, and free the worker. Its endpoints are cut
         before.
 
         UCX corrupts the heap when a worker is destroyed under its operations. With a stopped peer that does
         not read its socket they end when it goes on or dies.
         """
         await self._operations.wait_dry()
-        if self._worker:
-            self._calls.ucp_worker_destroy(self.abandon())
+        for _ in range(SETTLING_CALLS):
+            self._calls.ucp_worker_progress(self._worker)
+            self._handle_events()
+        self._calls.ucp_worker_destroy(self.abandon())
 
     def abandon(self) -> int:
         """Progress no more and free nothing, for a process that ends before its operations do. The handle."""
@@ -200,7 +188,6 @@ class UcxWorker:
     def _end_operation(self, number: int, status: int) -> None:
         operation = self._operations.end(number)
         operation.done(status)
-        self._cut_if_over(operation.endpoint)
 
     # Callbacks of UCX
 
@@ -232,13 +219,9 @@ class UcxWorker:
         return self._library.status_text(status)
 
     def _tell_failure(self, endpoint: int, reason: str) -> None:
-        state = self._endpoints.get(endpoint)
-        if state is None:
-            return
-        state.is_broken = True
-        if state.on_failure is not None:
-            state.on_failure(reason)
-        self._cut_if_over(endpoint)
+        on_failure = self._on_failure.get(endpoint)
+        if on_failure is not None:
+            on_failure(reason)
 
     # Progress
 
@@ -280,7 +263,7 @@ class UcxWorker:
     def _arm(self) -> bool:
         status = self._calls.ucp_worker_arm(self._worker)
         if status not in (abi.OK, abi.ERR_BUSY):
-            for endpoint in tuple(self._endpoints):
+            for endpoint in tuple(self._on_failure):
                 self._tell_failure(endpoint, f"arming the worker: {self.status_text(status)}")
         return bool(status != abi.ERR_BUSY)
 
