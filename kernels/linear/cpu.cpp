@@ -12,13 +12,9 @@ namespace {
 
 using namespace lanes;
 
-constexpr int kVectors = 2;  // per panel
-constexpr int kColumns = kVectors * kLanes;
-#ifdef __AVX512F__
-constexpr int kMaxRows = 12;  // 24 of 32 registers hold sums
-#else
-constexpr int kMaxRows = 3;
-#endif
+constexpr int kColumns = 32;
+constexpr int kVectors = kColumns / kLanes;
+constexpr int kMaxRows = kRegisters * 3 / 4 / kVectors;  // three quarters of the registers hold sums
 constexpr int kDepthWords = 1024;       // of K at a time: half a panel of this depth fits the first-level cache
 constexpr size_t kBlockBytes = 512 << 10;  // of x at a time: it stays in the second-level cache
 
@@ -63,13 +59,15 @@ LANES_INLINE void write(const Product& p, int64_t row, int64_t panel, Sums<ROWS,
 
 template <class T, int ROWS>
 LANES_INLINE void write_gated(const Product& p, int64_t row, int64_t panel, Sums<ROWS, kVectors>& sums) {
-    const int count = (int)std::min<int64_t>(kLanes, p.num_columns - panel * kLanes);
-    T* out = (T*)p.out + row * p.num_columns + panel * kLanes;
-    for (int r = 0; r < ROWS; ++r, out += p.num_columns) {
-        const F32 gated = silu(sums[r][0]) * sums[r][1];
-        if (count == kLanes) store(out, gated);
-        else store_some(out, gated, count);
-    }
+    const int count = (int)std::min<int64_t>(kColumns / 2, p.num_columns - panel * kColumns / 2);
+    T* out = (T*)p.out + row * p.num_columns + panel * kColumns / 2;
+    for (int r = 0; r < ROWS; ++r, out += p.num_columns)
+        for (int v = 0; v < kVectors / 2; ++v) {
+            const F32 gated = silu(sums[r][v]) * sums[r][v + kVectors / 2];
+            const int lanes = std::min(count - v * kLanes, kLanes);
+            if (lanes == kLanes) store(out + v * kLanes, gated);
+            else if (lanes > 0) store_some(out + v * kLanes, gated, lanes);
+        }
 }
 
 struct Depth {
@@ -124,7 +122,7 @@ void panel_rows(const Product& p, int64_t first, int64_t num_rows, int64_t panel
 
 template <class T, class Out, bool GATED>
 void product(const Product& p, int num_threads) {
-    const int64_t columns_per_panel = GATED ? kLanes : kColumns;
+    const int64_t columns_per_panel = GATED ? kColumns / 2 : kColumns;
     const int64_t num_panels = (p.num_columns + columns_per_panel - 1) / columns_per_panel;
     const int64_t fitting = kBlockBytes / (p.num_words * 4) / kMaxRows * kMaxRows;
     const int64_t block_rows = std::min(p.num_rows, std::max<int64_t>(fitting, kMaxRows * 4));

@@ -1,6 +1,6 @@
-// Sixteen 32-bit lanes, and bfloat16 or float32 data seen as 32-bit words: one word holds two bfloat16 or one
-// float32. A kernel written over words serves both types. GCC's vector extension keeps this portable: without
-// AVX-512 the compiler splits each operation over smaller registers.
+// Lanes of 32 bits, sixteen with AVX-512 and else eight, and bfloat16 or float32 data seen as 32-bit words: one
+// word holds two bfloat16 or one float32. A kernel written over words serves both types. GCC's vector extension
+// keeps this portable: where registers are narrower the compiler splits each operation.
 #pragma once
 
 #if defined(__x86_64__)
@@ -12,15 +12,21 @@
 
 namespace lanes {
 
+#ifdef __AVX512F__
 constexpr int kLanes = 16;
+constexpr int kRegisters = 32;
+#else
+constexpr int kLanes = 8;
+constexpr int kRegisters = 16;
+#endif
 
-typedef float F32 __attribute__((vector_size(64)));
-typedef uint32_t U32 __attribute__((vector_size(64)));
-typedef int32_t I32 __attribute__((vector_size(64)));
-typedef uint16_t U16 __attribute__((vector_size(32)));
-typedef float F32Unaligned __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t U32Unaligned __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t U16Unaligned __attribute__((vector_size(32), aligned(2)));
+typedef float F32 __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t U32 __attribute__((vector_size(kLanes * 4)));
+typedef int32_t I32 __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t U16 __attribute__((vector_size(kLanes * 2)));
+typedef float F32Unaligned __attribute__((vector_size(kLanes * 4), aligned(4)));
+typedef uint32_t U32Unaligned __attribute__((vector_size(kLanes * 4), aligned(4)));
+typedef uint16_t U16Unaligned __attribute__((vector_size(kLanes * 2), aligned(2)));
 
 struct Bf16 {
     uint16_t bits;
@@ -31,7 +37,11 @@ struct Bf16 {
 // A loop of its own keeps the registers to itself: inlined into a larger function its sums would be spilled.
 #define LANES_APART __attribute__((noinline))
 
+#ifdef __AVX512F__
 static const I32 kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+static const I32 kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
 
 LANES_INLINE F32 splat(float value) { return value - (F32){}; }
 LANES_INLINE U32 splat_word(uint32_t word) { return word - (U32){}; }
@@ -57,7 +67,7 @@ LANES_INLINE F32 load(const Bf16* from) {
     return (F32)(wide << 16);
 }
 LANES_INLINE U32 load_words(const void* from) { return *(const U32Unaligned*)from; }
-// Eight words (zeros above them) or sixteen.
+// A whole vector of words, or eight with zeros above them.
 LANES_INLINE U32 load_words_upto(const void* from, int count) {
     if (count == kLanes) return load_words(from);
     U32 words = {};
@@ -98,7 +108,7 @@ struct Words<float> {
     static constexpr int kExpDegree = 6;
     LANES_INLINE F32 dot(F32 sum, U32 a, U32 b) { return sum + (F32)a * (F32)b; }
     LANES_INLINE U32 pack_positive(const F32* values) { return (U32)values[0]; }
-    // 16 columns of kPerWord rows as words; only the first `num_rows` rows are read, the rest is zero.
+    // Columns of kPerWord rows as words; only the first `num_rows` rows are read, the rest is zero.
     LANES_INLINE U32 pack_rows(const float* from, int64_t, int num_rows) {
         return num_rows > 0 ? load_words(from) : U32{};
     }

@@ -20,8 +20,8 @@ struct Ahead {
     int64_t step;
 };
 
-// sums[r][v] += the dot products of ROWS rows with VECTORS x 16 columns over `depth` words; `columns` holds
-// VECTORS x 16 words per step. The order of summation does not depend on ROWS or VECTORS, so that a row's result
+// sums[r][v] += the dot products of ROWS rows with VECTORS x kLanes columns over `depth` words; `columns` holds
+// VECTORS x kLanes words per step. The order of summation does not depend on ROWS or VECTORS, so that a row's result
 // is the same whatever it is computed together with.
 template <class T, int ROWS, int VECTORS>
 LANES_INLINE void multiply(
@@ -40,16 +40,21 @@ LANES_INLINE void multiply(
     }
 }
 
-// Perfect shuffles: zip of the lower, and of the upper, eight lanes of a and b.
+// Perfect shuffles: zip of the lower, and of the upper, halves of a and b.
+#ifdef __AVX512F__
 LANES_INLINE U32 zip_low(U32 a, U32 b) {
     return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
 LANES_INLINE U32 zip_high(U32 a, U32 b) {
     return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
+#else
+LANES_INLINE U32 zip_low(U32 a, U32 b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+LANES_INLINE U32 zip_high(U32 a, U32 b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+#endif
 
 LANES_INLINE void transpose(U32 (&square)[kLanes]) {
-    for (int round = 0; round < 4; ++round) {
+    for (int size = 1; size < kLanes; size *= 2) {
         U32 next[kLanes];
         for (int i = 0; i < kLanes / 2; ++i) {
             next[2 * i] = zip_low(square[i], square[i + kLanes / 2]);

@@ -38,12 +38,11 @@ Work cut(const Call& call) {
     return work;
 }
 
-template <class T>
+template <class T, int VECTORS = kMaxVectors>
 void run_many(const Slice<T>& slice, ManyRowsScratch& scratch) {
-    const int vectors = (slice.item.num_rows + kLanes - 1) / kLanes;
-    if (vectors == 1) ManyRows<T, 1>{slice, scratch, {}, {}, {}, {}, {}}.run();
-    else if (vectors == 2) ManyRows<T, 2>{slice, scratch, {}, {}, {}, {}, {}}.run();
-    else ManyRows<T, 3>{slice, scratch, {}, {}, {}, {}, {}}.run();
+    if constexpr (VECTORS > 1)
+        if (slice.item.num_rows <= (VECTORS - 1) * kLanes) return run_many<T, VECTORS - 1>(slice, scratch);
+    ManyRows<T, VECTORS>{slice, scratch, {}, {}, {}, {}, {}}.run();
 }
 
 template <class T, int ROWS = kFewRows>
@@ -72,7 +71,7 @@ void attend(const Call& call, int num_threads) {
     {
         static thread_local std::unique_ptr<Scratch> scratch(new Scratch);
 #pragma omp for schedule(dynamic, 1) nowait
-        for (size_t i = 0; i < work.many.size(); ++i) run_many(Slice<T>{call, work.many[i]}, scratch->many);
+        for (size_t i = 0; i < work.many.size(); ++i) run_many<T>(Slice<T>{call, work.many[i]}, scratch->many);
         claim_few<T>(call, work.few, claimed, scratch->few);
     }
 }

@@ -1,7 +1,7 @@
 // Decoding: the tokens of the cache stand in lanes, so that a few rows cost little more than reading the cache.
 //
-// Sixteen keys are transposed in registers and multiplied with a broadcast word of each row: scores of sixteen
-// tokens come out in one vector. Values are read once for all rows. Blocks lie anywhere in memory, where the
+// Keys are transposed in registers and multiplied with a broadcast word of each row: the scores of a token for
+// each lane come out in one vector. Values are read once for all rows. Blocks lie anywhere in memory, where the
 // processor cannot guess what comes next: so while the keys of a stretch are read its values are asked for, and
 // while its values are read the keys of the next stretch, which may be the next item's.
 #pragma once
@@ -75,14 +75,14 @@ struct FewRows {
 private:
     int64_t num_words() const { return slice.call.head_dim / kPerWord; }
 
-    // Scores of 16 tokens; those of a group that holds no token of the sequence repeat the group before.
+    // Scores of a vector of tokens; those of a group that holds no token of the sequence repeat the group before.
     void score(const Stretch<T>& now, int column) {
         const T* groups[2] = {now.groups[column / kTokenGroup], nullptr};
         groups[1] = column + kTokenGroup < now.count ? now.groups[column / kTokenGroup + 1] : groups[0];
         const int64_t head_dim = slice.call.head_dim, to_values = slice.call.block_size * head_dim;
         F32 sums[ROWS][2] = {};
         for (int64_t word = 0; word < num_words(); word += kLanes) {
-            const int words = (int)std::min<int64_t>(kLanes, num_words() - word);  // 8 or 16
+            const int words = (int)std::min<int64_t>(kLanes, num_words() - word);  // 8 or kLanes
             U32 square[kLanes];
             for (int i = 0; i < kLanes; ++i) {
                 const T* key = groups[i / kTokenGroup] + i % kTokenGroup * head_dim + word * kPerWord;
@@ -124,7 +124,8 @@ private:
     }
 
     void accumulate_all(const Stretch<T>& now, const Stretch<T>& next) {
-        constexpr int kVectors = ROWS <= 6 ? 4 : 2;
+        constexpr int kFitting = kRegisters * 3 / 4 / ROWS;
+        constexpr int kVectors = kFitting >= 4 ? 4 : kFitting >= 2 ? 2 : 1;
         int64_t dim = 0;
         for (; dim + kVectors * kLanes <= slice.call.head_dim; dim += kVectors * kLanes)
             accumulate<kVectors>(dim, now, next);

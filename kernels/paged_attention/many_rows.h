@@ -9,7 +9,7 @@
 
 namespace attention {
 
-constexpr int kMaxVectors = 3;
+constexpr int kMaxVectors = kRegisters >= 32 ? 3 : 1;
 constexpr int kMaxRows = kMaxVectors * kLanes;
 constexpr int kTileTokens = 64;
 
@@ -32,7 +32,7 @@ struct ManyRows {
     static constexpr int kRows = VECTORS * kLanes;
     static constexpr int kPerWord = Words<T>::kPerWord;
     // Enough sums to hide the latency of the products, few enough to stay in registers.
-    static constexpr int kDims = VECTORS == 1 ? 16 : 8;
+    static constexpr int kDims = VECTORS == 1 && kRegisters >= 32 ? 16 : 8;
 
     void run() {
         gather_queries();
