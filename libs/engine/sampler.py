@@ -56,7 +56,10 @@ def sample(
 
 
 def _greedy(logits: torch.Tensor) -> NDArray[np.int64]:
-    """Argmax of each row, NOT_FINITE where it is NaN. On CPUs numpy's is seven times faster than torch's."""
+    """Argmax of each row, NOT_FINITE where its largest is not.
+
+    On CPUs numpy's is seven times faster than torch's.
+    """
     if logits.device.type == "cpu":
         values = logits.numpy()
         token_ids: NDArray[np.int64] = values.argmax(-1)
@@ -64,8 +67,8 @@ def _greedy(logits: torch.Tensor) -> NDArray[np.int64]:
     else:
         best = logits.max(-1)
         token_ids, largest = best.indices.cpu().numpy(), best.values.cpu().numpy()
-    if np.isnan(largest).any():
-        token_ids[np.isnan(largest)] = NOT_FINITE
+    if not np.isfinite(largest).all():
+        token_ids[~np.isfinite(largest)] = NOT_FINITE
     return token_ids
 
 

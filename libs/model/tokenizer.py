@@ -40,7 +40,9 @@ class Tokenizer:
         text from a chat template, which writes it out. Special tokens that the text spells are recognised
         either way.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: `encode` would hold the interpreter lock for as long as it takes.
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:

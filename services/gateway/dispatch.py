@@ -210,7 +210,7 @@ class Dispatch:
         """Tell everybody who may still hold something. What gets lost here is freed by leases."""
         if attempt.is_ended_by_worker and attempt.interruption is None:
             return
-        if attempt.decode and not attempt.is_ended_by_worker:
+        if attempt.decode:  # also after a failure, which the prefill worker alone may know of
             await self._tell(Abort(request_id=attempt.request_id), to=attempt.decode)
         if attempt.prefill:
             await self._tell(Abort(request_id=attempt.request_id), to=attempt.prefill)

@@ -13,7 +13,7 @@ from libs.model.gguf_file import read_gguf
 from libs.model.hf_config import read_hf_config
 from libs.model.source import find_model
 from libs.model.tokenizer import Detokenizer, Tokenizer, load_tokenizer
-from services.gateway.errors import BadRequest
+from services.gateway.errors import BadRequest, ContextTooLong
 from services.gateway.parameters import check_token_ids
 
 T = TypeVar("T")
@@ -30,9 +30,22 @@ class Language:
     template: ChatTemplate
     vocab_size: int
     max_position_embeddings: int
+    longest_token_bytes: int
+
+    def check_text(self, num_bytes: int, param: str) -> None:
+        """Raises ContextTooLong for a text that cannot fit, before any time goes into its tokens."""
+        limit_bytes = self.max_position_embeddings * self.longest_token_bytes
+        if num_bytes > limit_bytes:
+            raise ContextTooLong(
+                f"a text of {num_bytes} bytes has more tokens than this model's context of "
+                f"{self.max_position_embeddings}; give at most {limit_bytes} bytes",
+                param=param,
+            )
 
     async def encode_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
         """Tokens of a chat. Raises BadRequest where the template does not take the messages."""
+
+        self.check_text(sum(len(m["content"].encode()) for m in messages), "messages")
 
         def encode() -> list[int]:
             text = self.template.render(messages, add_generation_prompt=add_generation_prompt)
@@ -44,7 +57,8 @@ class Language:
             raise BadRequest(str(error), param="messages") from error
 
     async def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokens of a plain text."""
+        """Tokens of a plain text. Raises ContextTooLong."""
+        self.check_text(len(text.encode()), "prompt")
         return await off_loop(
             lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), num_chars=len(text)
         )
@@ -95,6 +109,7 @@ def load_language(model: str) -> Language:
         tokenizer=tokenizer,
         template=load_chat_template(source),
         vocab_size=min(tokenizer.vocab_size, config.vocab_size),
+        longest_token_bytes=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
         max_position_embeddings=config.max_position_embeddings,
     )
 

@@ -60,7 +60,7 @@ class LiveSessions:
                 continue
             last = session.times.last_token
             try:
-                num_new = session.accept(delta, now)
+                num_new = session.accept(delta, now, frame.worker)
             except Exception:  # one broken session must not take the frame from the others
                 log.exception("delta_not_taken", session=session.name)
                 session.end(Failed(FailureReason.INTERNAL, "its tokens could not be put into words"))

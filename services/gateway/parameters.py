@@ -40,7 +40,7 @@ def refuse_unsupported(fields: msgspec.Struct, prefix: str = "") -> None:
 def _decoded(raw: msgspec.Raw) -> Any:
     try:
         return msgspec.json.decode(raw)
-    except RecursionError:
+    except (RecursionError, msgspec.DecodeError, UnicodeError):
         return raw
 
 

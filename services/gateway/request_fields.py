@@ -23,7 +23,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 SmallName = Annotated[str, Meta(max_length=256)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """With `include_usage` the last chunk before `[DONE]` carries the usage and no choices."""
 
     include_usage: bool = False
@@ -46,7 +46,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     """0 and -1 keep every token."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=10)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     logit_bias: (

@@ -119,8 +119,11 @@ class Session:
             traceparent=self.traceparent,
         )
 
-    def accept(self, delta: TokenDelta, now: float) -> int:
-        """Take a delta of the live attempt; return how many new tokens it brought. A gap interrupts."""
+    def accept(self, delta: TokenDelta, now: float, sender: str = "") -> int:
+        """Take a delta of the live attempt; return how many new tokens it brought. A gap interrupts.
+
+        `sender` is the worker whose frame it came in, where that is known.
+        """
         attempt = self.attempt
         if attempt is None or attempt.is_over:
             return 0
@@ -129,6 +132,9 @@ class Session:
         attempt.is_ended_by_worker = delta.finish is not None or delta.failure is not None
         if delta.failure is not None:
             suspect = "" if attempt.has_tokens else attempt.prefill
+            if sender and sender == attempt.prefill and delta.failure is FailureReason.PEER_LOST:
+                # A prefill worker speaks for itself only where no Link leads to the decode worker.
+                suspect = attempt.decode
             self.interrupt(Interruption(delta.failure, delta.detail, suspect=suspect))
             return 0
         expected = len(self.output)
