@@ -107,10 +107,8 @@ class PeerLink:
         self._wire: Wire | None = None
 
     def attach(self, wire: Wire) -> None:
-        """Put the Link on its wire; before this nothing is sent."""
+        """Put the Link on its wire, once, before anybody gets hold of the Link."""
         self._wire = wire
-        if self._end is not None:
-            wire.abort()
 
     @property
     def peer(self) -> str:

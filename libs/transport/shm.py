@@ -86,11 +86,11 @@ class ShmTransport:
     def prepare(self, side: Side, packets: PacketSocket) -> Prepared:
         """A Link over a line whose peer is proven."""
         link = PeerLink(side.peer.incarnation, self.me.limits, side.peer.limits, self.links.discard)
-        self.links.add(link)
         wire = ShmWire(link, packets, min(self._cap_bytes, side.peer.limits.window_bytes))
+        link.attach(wire)
+        self.links.add(link)
 
         def join(_: bytes) -> None:
-            link.attach(wire)
             packets.watch(wire.on_packet, lambda: link.lose(LinkLost(f"{link.peer} is gone")))
 
         return Prepared(link, b"", join)

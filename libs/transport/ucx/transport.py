@@ -14,9 +14,9 @@ from libs.transport.open_links import OpenLinks
 from libs.transport.pool import BufferPool, allocate_host
 from libs.transport.port import LinkLost, LinkTimeout, ListenFailed
 from libs.transport.ucx.bootstrap import Lifeline, format_address, parse_address
+from libs.transport.ucx.context import UcxContext
 from libs.transport.ucx.library import load_library
 from libs.transport.ucx.wire import UcxWire
-from libs.transport.ucx.workers import SharedWorker, Workers
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +75,7 @@ class UcxTransport:
     ) -> None:
         self.me, self.links = me, OpenLinks()
         self.pool = BufferPool(idle_pool_bytes, allocate)
-        self.workers = Workers()
+        self.context = UcxContext()
         self._listeners: set[UcxListener] = set()
 
     async def listen(self, host: str, port: int = 0) -> UcxListener:
@@ -105,24 +105,17 @@ class UcxTransport:
         listener.door.knock(self.me, lifeline, lambda side: self._prepare(side, lifeline))
 
     def _prepare(self, side: Side, lifeline: Lifeline) -> Prepared:
-        worker = self.workers.for_peer(side.peer.incarnation)
         link = PeerLink(side.peer.incarnation, self.me.limits, side.peer.limits, self.links.discard)
-        wire = UcxWire(worker.ucx, link, self.pool, lambda: self._end(worker, wire, lifeline))
-        worker.wires[wire.token] = wire
+        wire = UcxWire(self.context, link, self.pool, lifeline.close)
+        link.attach(wire)
         self.links.add(link)
 
         def join(theirs: bytes) -> None:
             offer = _decoder.decode(theirs)
             wire.connect(offer.worker_address, offer.token)
-            link.attach(wire)
             lifeline.watch(lambda: link.lose(LinkLost(f"{link.peer} is gone")))
 
-        return Prepared(link, _encode(Offer(wire.token, worker.ucx.address)), join)
-
-    def _end(self, worker: SharedWorker, wire: UcxWire, lifeline: Lifeline) -> None:
-        worker.wires.pop(wire.token, None)
-        lifeline.close()
-        self.workers.release(worker)
+        return Prepared(link, _encode(Offer(wire.token, wire.address)), join)
 
     def num_open_links(self) -> int:
         """See port.Transport."""
@@ -133,4 +126,5 @@ class UcxTransport:
         while self._listeners:
             await self._listeners.pop().close()
         await self.links.close()
-        await self.workers.close()
+        await self.context.close()
+        self.pool.close()

@@ -1,6 +1,7 @@
 """Carries one Link as active messages: small bodies travel along, large ones are fetched into pooled
 buffers."""
 
+import hmac
 import secrets
 import struct
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from libs.transport.memory import NO_BODY, Memory, own_copy
 from libs.transport.pool import BufferPool
 from libs.transport.port import MAX_HEADER_BYTES, LinkLost
 from libs.transport.ucx import abi
+from libs.transport.ucx.context import UcxContext
 from libs.transport.ucx.order import InOrder
-from libs.transport.ucx.worker import Arrival, UcxWorker
+from libs.transport.ucx.worker import Arrival
 
 EAGER_BYTES = 32 << 10
 """Bodies up to this travel with their header."""
@@ -45,20 +47,25 @@ class UcxWire:
     handshake."""
 
     def __init__(
-        self, worker: UcxWorker, link: PeerLink, pool: BufferPool[Memory], on_abort: Callable[[], None]
+        self, context: UcxContext, link: PeerLink, pool: BufferPool[Memory], on_abort: Callable[[], None]
     ) -> None:
-        self._worker, self._link, self._pool, self._on_abort = worker, link, pool, on_abort
-        self.token = secrets.randbits(64)
-        self._peer_token = 0
-        self._endpoint = 0
+        """Raises UcxUnavailable."""
+        self._context, self._link, self._pool, self._on_abort = context, link, pool, on_abort
+        self._worker = context.make_worker(ENVELOPE_BYTES, self._on_arrival, self._fail)
+        self.token, self._peer_token = secrets.randbits(64), 0
         self._next_number = 0
         self._arrived: InOrder[_Complete] = InOrder()
         self._is_over = False
 
+    @property
+    def address(self) -> bytes:
+        """Where the peer reaches us."""
+        return self._worker.address
+
     def connect(self, address: bytes, peer_token: int) -> None:
         """Reach the peer's worker. Raises LinkLost."""
         self._peer_token = peer_token
-        self._endpoint = self._worker.connect(address, self._fail)
+        self._worker.connect(address)
 
     # What the Link asks for
 
@@ -66,7 +73,7 @@ class UcxWire:
         """See link.Wire."""
         envelope = self._envelope(Kind.FRAME, credit, sending.header)
         is_rendezvous = sending.body.num_bytes > EAGER_BYTES or sending.body.is_device
-        self._worker.send(self._endpoint, envelope, sending.body, is_rendezvous, partial(self._sent, sending))
+        self._worker.send(envelope, sending.body, is_rendezvous, partial(self._sent, sending))
 
     def tell(self, credit: Credit) -> None:
         """See link.Wire."""
@@ -77,16 +84,14 @@ class UcxWire:
         self._send_control(Kind.CLOSE, Credit(0, 0))
 
     def abort(self) -> None:
-        """See link.Wire."""
+        """See link.Wire. What is under way still ends in peace, but nobody hears of it."""
         if self._is_over:
             return
         self._is_over = True
-        endpoint, self._endpoint = self._endpoint, 0
-        if endpoint:
-            self._worker.disconnect(endpoint)
         for complete in self._arrived.drain():
             if complete.give_back is not None:
                 complete.give_back()
+        self._context.retire(self._worker)
         self._on_abort()
 
     def _fail(self, reason: str) -> None:
@@ -99,7 +104,7 @@ class UcxWire:
         return _ENVELOPE.pack(self._peer_token, number, kind, *credit) + header
 
     def _send_control(self, kind: Kind, credit: Credit) -> None:
-        self._worker.send(self._endpoint, self._envelope(kind, credit, b""), NO_BODY, False, self._check)
+        self._worker.send(self._envelope(kind, credit, b""), NO_BODY, False, self._check)
 
     def _sent(self, sending: Sending, status: int) -> None:
         self._check(status)
@@ -112,19 +117,28 @@ class UcxWire:
 
     # What comes from the peer
 
-    def on_arrival(self, arrival: Arrival) -> None:
-        """A message with our token."""
+    def _on_arrival(self, arrival: Arrival) -> None:
+        if self._is_over or not self._is_for_us(arrival.envelope):
+            self._discard(arrival)
+            return
         _, number, kind, *credit = _ENVELOPE.unpack_from(arrival.envelope)
         if kind == Kind.CREDIT:
             self._link.on_credit(Credit(*credit))
         elif kind == Kind.CLOSE:
             self._complete(number, _Complete(None, NO_BODY, None))
-        elif not self._link.on_arriving(arrival.num_bytes):
-            if arrival.descriptor:
-                self._worker.discard(arrival.descriptor)
-        else:
+        elif self._link.on_arriving(arrival.num_bytes):
             self._link.on_credit(Credit(*credit))
             self._take(number, arrival)
+        else:
+            self._discard(arrival)
+
+    def _is_for_us(self, envelope: bytes) -> bool:
+        token = self.token.to_bytes(8, "little")
+        return _ENVELOPE.size <= len(envelope) <= ENVELOPE_BYTES and hmac.compare_digest(envelope[:8], token)
+
+    def _discard(self, arrival: Arrival) -> None:
+        if arrival.descriptor:
+            self._worker.discard(arrival.descriptor)
 
     def _take(self, number: int, arrival: Arrival) -> None:
         header = arrival.envelope[_ENVELOPE.size :]
@@ -156,10 +170,3 @@ class UcxWire:
                 self._link.on_close()
             else:
                 self._link.on_frame(header, memory, give_back)
-
-
-def token_of(envelope: bytes) -> int | None:
-    """Whose message this is; None when it is none of ours."""
-    if not _ENVELOPE.size <= len(envelope) <= ENVELOPE_BYTES:
-        return None
-    return int.from_bytes(envelope[:8], "little")

@@ -23,8 +23,6 @@ FIRST_NUDGE_SECONDS, LAST_NUDGE_SECONDS = 0.002, 0.25
 """While operations are under way, progress at least this often, at ever longer intervals: the end of an
 endpoint leaves work in UCX's own queue that neither the event fd nor arming tells of. Without operations
 there is no timer."""
-SETTLING_CALLS = 16
-"""Progress calls that take the remains of cut endpoints out of UCX's queue before a worker is freed."""
 BULK_BYTES = 256 << 10
 """While more than this is under way, progress calls release the GIL."""
 
@@ -40,14 +38,21 @@ class Arrival(NamedTuple):
 
 
 class UcxWorker:
-    """Sends, fetches, connects. Owned by one event loop's thread."""
+    """A worker with one endpoint. Owned by one event loop's thread. `on_failure` hears why the connection
+    broke."""
 
-    def __init__(self, library: Library, context: int, on_arrival: Callable[[Arrival], None]) -> None:
+    def __init__(
+        self,
+        library: Library,
+        context: int,
+        on_arrival: Callable[[Arrival], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
         self._library, self._calls = library, library.calls
-        self._on_arrival = on_arrival
+        self._on_arrival, self._on_failure = on_arrival, on_failure
+        self._endpoint = 0
         self._loop = asyncio.get_running_loop()
         self._operations = Operations()
-        self._on_failure: dict[int, Callable[[str], None]] = {}  # by endpoint
         self._events: list[Callable[[], None]] = []
         self._is_progress_due = False
         self._nudge: asyncio.TimerHandle | None = None
@@ -97,8 +102,8 @@ class UcxWorker:
 
     # What the Links ask for
 
-    def connect(self, address: bytes, on_failure: Callable[[str], None]) -> int:
-        """An endpoint to the worker of this address; `on_failure` hears why it broke. Raises LinkLost."""
+    def connect(self, address: bytes) -> None:
+        """Join the worker of this address. Raises LinkLost."""
         raw, endpoint = ctypes.create_string_buffer(address, len(address)), ctypes.c_void_p()
         params = abi.EndpointParams(
             field_mask=abi.EP_PARAM_REMOTE_ADDRESS
@@ -114,25 +119,20 @@ class UcxWorker:
             raise LinkLost(
                 f"no UCX transport leads to the peer: {reason}; compare UCX_TLS and UCX_NET_DEVICES"
             )
-        handle = endpoint.value or 0
-        self._on_failure[handle] = on_failure
-        self._progress_soon()
-        return handle
-
-    def disconnect(self, endpoint: int) -> None:
-        """Cut an endpoint; what is under way on it ends with an error status, in its own time."""
-        self._on_failure.pop(endpoint, None)
-        self._prepare(self._sent_address, abi.EP_CLOSE_FLAG_FORCE)
-        self._started(
-            self._calls.ucp_ep_close_nbx(endpoint, self._param_address), Operation(_ignore, 0, None)
-        )
+        self._endpoint = endpoint.value or 0
         self._progress_soon()
 
-    def send(self, endpoint: int, envelope: bytes, body: Memory, is_rendezvous: bool, done: Done) -> None:
+    def send(self, envelope: bytes, body: Memory, is_rendezvous: bool, done: Done) -> None:
         """Send a message. `done` comes when `body` may be reused, perhaps before this returns."""
         self._prepare(self._sent_address, abi.AM_SEND_FLAG_RNDV if is_rendezvous else abi.AM_SEND_FLAG_EAGER)
         pointer = self._calls.ucp_am_send_nbx(
-            endpoint, MESSAGE_ID, envelope, len(envelope), body.address, body.num_bytes, self._param_address
+            self._endpoint,
+            MESSAGE_ID,
+            envelope,
+            len(envelope),
+            body.address,
+            body.num_bytes,
+            self._param_address,
         )
         self._started(pointer, Operation(done, body.num_bytes, (envelope, body)))
 
@@ -150,17 +150,15 @@ class UcxWorker:
         self._progress_soon()
 
     async def close(self) -> None:
-        """Let what is under way end, however long that takes, and free the worker. Its endpoints are cut
-        before.
+        """Let what is under way end, however long that takes, and free the worker, and with it the
+        connection.
 
         UCX corrupts the heap when a worker is destroyed under its operations. With a stopped peer that does
         not read its socket they end when it goes on or dies.
         """
         await self._operations.wait_dry()
-        for _ in range(SETTLING_CALLS):
-            self._calls.ucp_worker_progress(self._worker)
-            self._handle_events()
-        self._calls.ucp_worker_destroy(self.abandon())
+        if self._worker:
+            self._calls.ucp_worker_destroy(self.abandon())
 
     def abandon(self) -> int:
         """Progress no more and free nothing, for a process that ends before its operations do. The handle."""
@@ -211,17 +209,12 @@ class UcxWorker:
         self._events.append(lambda: self._on_arrival(arrival))
         return abi.OK
 
-    def _failed(self, _arg: int, endpoint: int, status: int) -> None:
-        self._events.append(lambda: self._tell_failure(endpoint, self.status_text(status)))
+    def _failed(self, _arg: int, _endpoint: int, status: int) -> None:
+        self._events.append(lambda: self._on_failure(self.status_text(status)))
 
     def status_text(self, status: int) -> str:
         """UCX's words for a status."""
         return self._library.status_text(status)
-
-    def _tell_failure(self, endpoint: int, reason: str) -> None:
-        on_failure = self._on_failure.get(endpoint)
-        if on_failure is not None:
-            on_failure(reason)
 
     # Progress
 
@@ -263,10 +256,5 @@ class UcxWorker:
     def _arm(self) -> bool:
         status = self._calls.ucp_worker_arm(self._worker)
         if status not in (abi.OK, abi.ERR_BUSY):
-            for endpoint in tuple(self._on_failure):
-                self._tell_failure(endpoint, f"arming the worker: {self.status_text(status)}")
+            self._on_failure(f"arming the worker: {self.status_text(status)}")
         return bool(status != abi.ERR_BUSY)
-
-
-def _ignore(_status: int) -> None:
-    pass
