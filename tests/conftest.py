@@ -1,11 +1,17 @@
-"""What all tests share: virtual time."""
+"""What all tests share: virtual time, and Triton's interpreter where there is no GPU."""
 
 import asyncio
+import os
 import selectors
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    # Triton looks when it is first imported, which transformers does in another test of the same process.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _STUCK_SECONDS = 20.0
 
