@@ -27,6 +27,9 @@ class HttpServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            # Clients keep connections for a minute or so; whoever closes first must not be the server, or a
+            # request that is just being sent is lost.
+            timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, round(drain_timeout_seconds)),
             **options,
         )

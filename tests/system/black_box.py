@@ -45,6 +45,7 @@ class Mesh:
         self.url = f"http://127.0.0.1:{self.port}"
         self.state_dir = state_dir
         self.output = state_dir / "up.txt"
+        self._clients: list[openai.OpenAI] = []
         command = [
             sys.executable,
             "-m",
@@ -122,12 +123,16 @@ class Mesh:
         until(back, timeout_seconds=timeout_seconds, what=f"{name} serves again as a new incarnation")
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=120)
+        client = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=120)
+        self._clients.append(client)
+        return client
 
     def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=120)
 
     def stop(self) -> int:
+        for client in self._clients:
+            client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
