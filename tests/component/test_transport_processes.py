@@ -28,7 +28,7 @@ from libs.transport.choose import make_transport
 from libs.transport.credits import LinkLimits
 from libs.transport.port import LinkLost
 
-kind, incarnation, port, manner = sys.argv[1:]
+kind, incarnation, port, manner, window_mib = sys.argv[1:]
 
 async def echo(link):
     try:
@@ -40,7 +40,8 @@ async def echo(link):
         pass
 
 async def main():
-    transport = make_transport(kind, incarnation, b"secret", limits=LinkLimits(window_bytes=256 << 20))
+    limits = LinkLimits(window_bytes=int(window_mib) << 20)
+    transport = make_transport(kind, incarnation, b"secret", limits=limits)
     listener = await transport.listen("127.0.0.1", int(port))
     print(listener.address, flush=True)
     links = []
@@ -62,9 +63,9 @@ class Peers:
     running: list[asyncio.subprocess.Process]
 
     async def start(
-        self, incarnation: str, port: int = 0, manner: str = "echo"
+        self, incarnation: str, port: int = 0, manner: str = "echo", window_mib: int = 256
     ) -> tuple[asyncio.subprocess.Process, str]:
-        arguments = (self.kind, incarnation, str(port), manner)
+        arguments = (self.kind, incarnation, str(port), manner, str(window_mib))
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _PEER, *arguments, stdout=asyncio.subprocess.PIPE
         )
@@ -212,3 +213,20 @@ async def test_links_that_come_and_go_leave_no_descriptors_and_no_memory_behind(
     fds_after, rss_after = await come_and_go(40)
     assert fds_after <= fds + 8  # a worker that is being freed may still hold its own
     assert rss_after <= rss + 16 * MIB
+
+
+async def test_what_a_peer_does_not_consume_stays_within_its_window(
+    peers: Peers, transport: Transport
+) -> None:
+    process, address = await peers.start("deaf", manner="deaf", window_mib=8)
+    link = await transport.connect(address, timeout_seconds=SECONDS)
+    body = np.ones(MIB, dtype=np.uint8)
+    peer, this = psutil.Process(process.pid), psutil.Process()
+    before = peer.memory_info().rss + this.memory_info().rss
+    num_sent = 0
+    with pytest.raises(LinkTimeout):  # noqa: PT012  # the loop counts what was taken
+        while True:
+            await link.send(b"h", body, timeout_seconds=0.5)
+            num_sent += 1
+    assert num_sent == 8
+    assert peer.memory_info().rss + this.memory_info().rss - before <= 24 * MIB

@@ -166,7 +166,6 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ucp_get_version_string": (c_char_p, ()),
     "ucs_status_string": (c_char_p, (c_int8,)),
     "ucp_config_read": (c_int8, (c_char_p, c_char_p, POINTER(c_void_p))),
-    "ucp_config_modify": (c_int8, (c_void_p, c_char_p, c_char_p)),
     "ucp_config_release": (None, (c_void_p,)),
     "ucp_init_version": (c_int8, (c_uint, c_uint, POINTER(Params), c_void_p, POINTER(c_void_p))),
     "ucp_cleanup": (None, (c_void_p,)),

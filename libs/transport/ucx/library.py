@@ -15,21 +15,17 @@ from libs.transport.ucx import abi
 
 LIBRARY_VARIABLE = "KVMESH_UCX_LIBRARY"
 
-# Read by UCX while it is loaded; what the user set stands.
-_ENVIRONMENT = {
+# UCX reads its environment while it is loaded and when it is configured; what the user set stands.
+_DEFAULTS = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_LOG_LEVEL": "fatal",  # faults of peers are reported by the Link, not on stdout
     "UCX_ERROR_SIGNALS": "",  # Python's own handlers stay
-}
-
-# Ours unless the user sets UCX_<name>.
-_CONFIG = {
-    "TLS": "^sm",  # shared memory cannot tell of a peer's death
-    "TCP_TX_SEG_SIZE": "256K",  # 8K, the default, moves 1.0 GB/s instead of 4.5 by fragments
-    "TCP_RX_SEG_SIZE": "256K",
+    "UCX_TLS": "^sm",  # shared memory cannot tell of a peer's death
+    "UCX_TCP_TX_SEG_SIZE": "256K",  # 8K, the default, moves 1.0 GB/s instead of 4.5
+    "UCX_TCP_RX_SEG_SIZE": "256K",
     # Over TCP a put writes to whatever address the peer names, also after the fetch was cancelled and the
     # buffer freed: that corrupts memory when a Link ends under a transfer.
-    "TCP_PUT_ENABLE": "n",
+    "UCX_TCP_PUT_ENABLE": "n",
 }
 
 
@@ -59,13 +55,9 @@ class Library:
             )
 
     def open_context(self) -> int:
-        """A ucp_context. Settings: UCX_* of the environment over ours over UCX's own."""
+        """A ucp_context, set by UCX_* of the environment."""
         config, context = ctypes.c_void_p(), ctypes.c_void_p()
         self.check(self.calls.ucp_config_read(None, None, ctypes.byref(config)), "ucp_config_read")
-        for name, value in _CONFIG.items():
-            if f"UCX_{name}" not in os.environ:
-                status = self.calls.ucp_config_modify(config, name.encode(), value.encode())
-                self.check(status, f"setting {name}={value}")
         params = abi.Params(field_mask=abi.PARAM_FEATURES, features=abi.FEATURE_AM | abi.FEATURE_WAKEUP)
         status = self.calls.ucp_init_version(
             *abi.API_VERSION, ctypes.byref(params), config, ctypes.byref(context)
@@ -82,7 +74,7 @@ def load_library() -> Library:
     """The libucp to use; loaded once per process. Raises UcxUnavailable."""
     asked = os.environ.get(LIBRARY_VARIABLE, "")
     if asked not in _loaded:
-        for name, value in _ENVIRONMENT.items():
+        for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
         _loaded[asked] = _load_first(_candidates(asked))
     return _loaded[asked]
