@@ -221,7 +221,8 @@ async def test_a_client_that_does_not_read_is_cut_off_with_bounded_memory(mesh: 
     worker.behaviour = pour
     reader, writer = await asyncio.open_connection("127.0.0.1", int(mesh.url.rpartition(":")[2]), limit=1024)
     body = json.dumps({**BODY, "max_tokens": 8000, "logprobs": 20}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    head += "connection: close\r\ncontent-type: application/json\r\n"
     writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
     await writer.drain()
     async with asyncio.timeout(20):
