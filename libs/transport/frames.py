@@ -75,13 +75,19 @@ class FetchMissed(msgspec.Struct, frozen=True, kw_only=True, tag="fetch_missed")
 
 
 class PutNames(msgspec.Struct, frozen=True, kw_only=True, tag="put_names"):
-    """Blocks about to be put (body: 16-byte names); their layers follow as PutLayer. worker -> store."""
+    """Blocks about to be put (body: 16-byte names, each the child of the one before); their layers follow as
+    PutLayer. worker -> store."""
 
     put_id: int
     num_blocks: int
     num_layers: int
     layer_bytes: int
     """Bytes of one block in one layer."""
+    parent: bytes = b""
+    """Name of the block before the first; empty where the chain starts here."""
+    request_id: str = ""
+    num_output_tokens: int = 0
+    """Of the finished sequence that these blocks end; 0 while it is a prompt. Both for the access trace."""
 
 
 class PutLayer(msgspec.Struct, frozen=True, kw_only=True, tag="put_layer"):

@@ -78,10 +78,14 @@ class KvStoreService:
     async def _find(self, question: FindPrefix) -> PrefixHeld:
         names = split_names(question.names)
         lease_seconds = self._settings.lease_seconds if question.lease else 0.0
-        num_held = self._tier.find(names, time.monotonic(), lease_seconds)
+        held: list[int] = []
+        start, now = 0, time.monotonic()
+        for length in question.run_lengths:
+            held.append(self._tier.find(names[start : start + length], now, lease_seconds))
+            start += length
         self._metrics.queried_blocks.inc(len(names))
-        self._metrics.found_blocks.inc(num_held)
-        return PrefixHeld(num_blocks=num_held, lease_seconds=lease_seconds)
+        self._metrics.found_blocks.inc(sum(held))
+        return PrefixHeld(num_blocks=tuple(held), num_in_memory=tuple(held), lease_seconds=lease_seconds)
 
     def _declare(self, metrics: KvStoreMetrics, transport: Transport) -> None:
         self._metrics = metrics

@@ -157,11 +157,11 @@ class PrefillWorkerService:
 
     async def _find_prefix(self, store: str, names: Sequence[bytes]) -> int:
         held = await self._runtime.bus.request(
-            FindPrefix(names=b"".join(names)),
+            FindPrefix(names=b"".join(names), run_lengths=(len(names),)),
             to=store,
             timeout_seconds=self._settings.store_find_timeout_seconds,
         )
-        return held.num_blocks
+        return held.num_blocks[0]
 
     async def _renew_leases(self) -> NoReturn:
         while True:

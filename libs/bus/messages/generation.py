@@ -41,6 +41,10 @@ class Place(Request[Placed | Refused], frozen=True, kw_only=True, tag="place"):
     """Incarnations that just failed this request."""
     model: str = ""
     """Only instances whose presence says this model; empty: any."""
+    names: bytes = b""
+    """Names of the prompt's full blocks, 16 bytes each; empty where the gateway cannot tell them."""
+    session: str = ""
+    """What the client calls the conversation, for stickiness; empty: nothing."""
     traceparent: str = ""
 
 

@@ -1,23 +1,49 @@
-"""Questions to the KV store. Tensors themselves go over Links (`libs.transport.frames`)."""
+"""Questions and orders to KV stores. Tensors themselves go over Links (`libs.transport.frames`)."""
 
 from typing import ClassVar
 
 import msgspec
 
-from libs.bus.port import Request
+from libs.bus.port import Message, Request
 
 
 class PrefixHeld(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
-    """The store holds the first `num_blocks` of the names asked for, and keeps them for `lease_seconds`."""
+    """For each run asked for: how many of its first blocks the store holds, and how many of those are in
+    memory (the rest is on disk and on its way into memory). They are kept for `lease_seconds`."""
 
-    num_blocks: int
+    num_blocks: tuple[int, ...]
+    num_in_memory: tuple[int, ...]
     lease_seconds: float = 0.0
 
 
 class FindPrefix(Request[PrefixHeld], frozen=True, kw_only=True, tag="find_prefix"):
-    """How long a prefix of these blocks do you hold? `names` is the concatenation of 16-byte block names."""
+    """How much of these runs of blocks do you hold? `names` is the concatenation of 16-byte block names.
+
+    A run is a part of one chain of blocks; a chain is spread run by run over all stores.
+    """
 
     subject: ClassVar[str] = "kvmesh.store.{to}.find_prefix"
     answer: ClassVar[object] = PrefixHeld
     names: bytes
+    run_lengths: tuple[int, ...]
+    """Blocks of each run, in the order of `names`."""
     lease: bool = True
+    request_id: str = ""
+    num_tokens: int = 0
+    """Of the whole prompt; for the access trace."""
+    tenant: str = ""
+    """Who asks, as an opaque short name; for the access trace."""
+
+
+class GroupTtls(Message, frozen=True, kw_only=True, tag="group_ttls"):
+    """How long stores keep unused blocks of each group: a group is the subtree under one block of a chain.
+
+    A higher epoch replaces all that was said before; a lower or equal one changes nothing.
+    """
+
+    subject: ClassVar[str] = "kvmesh.store.group_ttls"
+    epoch: int
+    rest_ttl_seconds: float | None = None
+    """Of blocks in no group; None: until they are evicted."""
+    ttl_seconds: dict[bytes, float] = msgspec.field(default_factory=dict[bytes, float])
+    """By the name of the subtree's first block. A block belongs to its nearest such ancestor, or itself."""
