@@ -42,7 +42,7 @@ def transport(say: Say) -> list[Figure]:
     from libs.transport.bench import measure_transport
 
     say("Links over UCX and shared memory, with a second process")
-    return _plain(measure_transport())
+    return _links(measure_transport())
 
 
 def kernels(say: Say) -> list[Figure]:
@@ -149,6 +149,38 @@ def mesh(say: Say) -> list[Figure]:
         Figure(f"inter-token latency, {NUM_STREAMS} streams", mesh_ms, "ms", alone_ms, "engine alone"),
         Figure("inter-token latency: added by the mesh", added, "%", at_most=10.0),
     ]
+
+
+AT_LEAST = {"ucx: 16 MiB, GB/s": 3.5, "shm: 16 MiB, GB/s": 8.0}
+AT_MOST = {
+    "ucx: 64 B round trip p50, us": 120.0,
+    "ucx: idle CPU with a receive pending, percent": 1.0,
+    "shm: idle CPU with a receive pending, percent": 1.0,
+    "ucx: death of the peer seen after, s": 1.0,
+    "shm: death of the peer seen after, s": 1.0,
+}
+
+
+def _links(measured: dict[str, float]) -> list[Figure]:
+    """Names end in their units; UCX over tcp is held against a plain socket, shared memory against memcpy."""
+    peers = {"ucx": "plain socket", "shm": "memcpy"}
+    figures: list[Figure] = []
+    for name, value in measured.items():
+        kind, _, what = name.partition(": ")
+        peer = peers.get(kind, "")
+        title, _, unit = name.rpartition(", ")
+        figures.append(
+            Figure(
+                title,
+                value,
+                unit,
+                reference=measured.get(f"{peer}: {what}"),
+                reference_name=peer,
+                at_least=AT_LEAST.get(name),
+                at_most=AT_MOST.get(name),
+            )
+        )
+    return figures
 
 
 def _plain(measured: dict[str, float]) -> list[Figure]:
