@@ -39,8 +39,8 @@ def plan_children(settings: UpSettings, *, port: int) -> list[Child]:
     decode_flags = () if settings.prefill else ("--role", "both")
     return [
         Child("gateway", ServiceKind.GATEWAY, ("--host", settings.host, "--port", str(port))),
-        Child("router", ServiceKind.ROUTER),
-        Child("kv_store", ServiceKind.KV_STORE),
+        *(Child(f"router-{i}", ServiceKind.ROUTER) for i in range(settings.routers)),
+        *(Child(f"store-{i}", ServiceKind.KV_STORE) for i in range(settings.stores)),
         *(Child(f"prefill-{i}", ServiceKind.PREFILL_WORKER) for i in range(settings.prefill)),
         *(Child(f"decode-{i}", ServiceKind.DECODE_WORKER, decode_flags) for i in range(settings.decode)),
     ]

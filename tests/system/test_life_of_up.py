@@ -20,7 +20,7 @@ def test_up_names_each_service_and_prints_a_curl_line_that_works(mesh: Mesh) -> 
         timeout_seconds=10,
         what="the curl line",
     )
-    for name in ("gateway", "router", "kv_store", "prefill-0", "decode-0"):
+    for name in ("gateway", "router-0", "store-0", "prefill-0", "decode-0"):
         assert name in said
     curl = said[said.index("curl ") :].strip().removesuffix("\\")
     answer = subprocess.run(["bash", "-c", _first_command(curl)], capture_output=True, timeout=60, check=True)

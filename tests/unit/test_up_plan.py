@@ -16,19 +16,24 @@ OWN = UpSettings.__struct_fields__
 SERVICES = frozenset({"dtype", "eager", "api_key", "port", "model", "config"})
 
 
-@given(st.integers(0, 5), st.integers(1, 5))
-def test_each_mesh_has_its_workers_and_one_of_everything_else(num_prefill: int, num_decode: int) -> None:
-    children = plan_children(UpSettings(prefill=num_prefill, decode=num_decode), port=8000)
+@given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 3), st.integers(1, 3))
+def test_each_mesh_has_what_was_asked_for_and_one_gateway(
+    num_prefill: int, num_decode: int, num_stores: int, num_routers: int
+) -> None:
+    settings = UpSettings(prefill=num_prefill, decode=num_decode, stores=num_stores, routers=num_routers)
+    children = plan_children(settings, port=8000)
     kinds = [c.kind for c in children]
     assert kinds.count(ServiceKind.PREFILL_WORKER) == num_prefill
     assert kinds.count(ServiceKind.DECODE_WORKER) == num_decode
-    assert all(kinds.count(k) == 1 for k in (ServiceKind.GATEWAY, ServiceKind.ROUTER, ServiceKind.KV_STORE))
+    assert kinds.count(ServiceKind.KV_STORE) == num_stores
+    assert kinds.count(ServiceKind.ROUTER) == num_routers
+    assert kinds.count(ServiceKind.GATEWAY) == 1
     assert len({c.name for c in children}) == len(children)
 
 
 def test_workers_are_named_by_role_and_number() -> None:
     names = [c.name for c in plan_children(UpSettings(prefill=2, decode=1), port=8000)]
-    assert names == ["gateway", "router", "kv_store", "prefill-0", "prefill-1", "decode-0"]
+    assert names == ["gateway", "router-0", "store-0", "prefill-0", "prefill-1", "decode-0"]
 
 
 def test_without_prefill_workers_the_decode_workers_run_prompts() -> None:
