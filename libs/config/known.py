@@ -55,6 +55,7 @@ KNOWN_FIELDS = frozenset(
         "replay_patience_seconds",
         "request_timeout_seconds",
         "role",
+        "routers",
         "send_timeout_seconds",
         "served_model_name",
         "stale_after_seconds",
@@ -63,6 +64,7 @@ KNOWN_FIELDS = frozenset(
         "store_fetch_timeout_seconds",
         "store_find_timeout_seconds",
         "store_put_mib",
+        "stores",
         "threads",
         "transport",
     }
