@@ -102,6 +102,21 @@ class Mesh:
             held[f"gateway.{stem}"] = int(sum(float(value) for value in values))
         return held
 
+    def metric_sum(self, stem: str, **labels: str) -> float:
+        """The samples of this name with at least these labels, summed over all services."""
+        total = 0.0
+        for service in self.services():
+            if service["state"] != "ready" or not service.get("http_address"):
+                continue
+            with urllib.request.urlopen(service["http_address"] + "/metrics", timeout=5) as response:
+                lines = response.read().decode().splitlines()
+            for line in lines:
+                name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+                has_labels = all(f'{key}="{value}"' in rest for key, value in labels.items())
+                if name == stem and has_labels:
+                    total += float(line.rpartition(" ")[2])
+        return total
+
     def wait_idle(self, timeout_seconds: float = 10.0) -> None:
         until(
             lambda: not any(self.gauges().values()),
