@@ -23,6 +23,8 @@ class Generation(msgspec.Struct, frozen=True):
     deadline_unix_seconds: float
     cache_salt: str = ""
     traceparent: str = ""
+    tenant: str = ""
+    """Who asks, as an opaque short name, for traces; it tells neither the API key nor the salt."""
 
 
 def pack_token_ids(token_ids: "list[int] | np.ndarray") -> bytes:
