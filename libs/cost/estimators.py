@@ -18,6 +18,8 @@ HALF_LIFE = 512
 """A measurement weighs half after so many others."""
 FIT_EVERY = 16
 """Measurements between two fits, once there are so many; before that each is followed by one."""
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e5
+"""What is shorter or longer was not measured: a clock's fault, a machine that slept."""
 
 
 class Measurements:
@@ -64,7 +66,7 @@ class PrefillEstimator:
 
     def observe_batch(self, num_new_tokens: int, pairs: float, seconds: float) -> None:
         """A step with several sequences: the sums of their new tokens and of their `num_pairs`."""
-        if num_new_tokens < 1 or not _is_positive(pairs) or not _is_positive(seconds):
+        if num_new_tokens < 1 or not 0 < pairs < math.inf or not _is_measurable(seconds):
             return
         self._measured.add((1.0, float(num_new_tokens), float(pairs)), seconds)
         self.cost = PrefillCost(*self._measured.rates)
@@ -84,7 +86,7 @@ class FetchEstimator:
     ) -> None:
         """A fetch of `num_bytes`, so many of them from disk, took so long while `num_sharing` shared the way.
         What cannot be (no bytes, no time, NaN) is ignored."""
-        if num_bytes < 1 or num_sharing < 1 or num_disk_bytes < 0 or not _is_positive(seconds):
+        if num_bytes < 1 or num_sharing < 1 or num_disk_bytes < 0 or not _is_measurable(seconds):
             return
         if num_disk_bytes:
             self._observe_disk(num_bytes, num_disk_bytes, seconds, num_sharing)
@@ -103,5 +105,5 @@ class FetchEstimator:
         self._disk_rates.append(num_disk_bytes * num_sharing / reading)
 
 
-def _is_positive(value: float) -> bool:
-    return value > 0 and math.isfinite(value)
+def _is_measurable(seconds: float) -> bool:
+    return LEAST_SECONDS <= seconds <= MOST_SECONDS
