@@ -1,18 +1,17 @@
 """How much of a held prefix to fetch, and how much to recompute. Pure.
 
 A hit that costs more to fetch than to recompute is a miss. With k blocks fetched, the first step of the
-prompt overlaps with the fetch layer by layer, later steps follow. Between the points where this time changes
-its form it is concave in k, so that its minimum lies at one of those points; they are few, and all of them
-are looked at.
+prompt overlaps with the fetch layer by layer, later steps follow; while the prompt queues, fetching is free.
+Between the points where this time changes its form it is concave in k, so that its minimum lies at one of
+those points; they are few, and all of them are looked at.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from libs.cost.fetch import FetchCost, streaming_seconds
-from libs.cost.overlap import overlapped_seconds
 from libs.cost.prefill import MAX_STEP_TOKENS, PrefillCost, prefill_seconds
 
 
@@ -34,8 +33,7 @@ class FetchPlan:
 
     num_blocks: int
     seconds: float
-    """From the start of the fetch to the prompt's last new token computed, where nothing else is in the
-    way."""
+    """From now to the prompt's last token computed."""
     reason: FetchReason
 
 
@@ -55,6 +53,7 @@ class PromptToPlan:
     num_memory_blocks: int
     """Of the held blocks, the first so many are in the store's memory, the others on its disk."""
     max_step_tokens: int
+    queued_seconds: float
 
     @property
     def max_blocks(self) -> int:
@@ -86,14 +85,22 @@ class PromptToPlan:
         )
         return first, rest
 
+    def first_step_ends(self, num_blocks: int) -> tuple[float, ...]:
+        """The first step ends with the last of these: the computing behind the queue, the computing behind
+        the first layer's arrival, the last layer behind its own arrival."""
+        first, _ = self.step_seconds(num_blocks)
+        if num_blocks == 0:
+            return (self.queued_seconds + first,)
+        fetching, latency = self.streaming_seconds(num_blocks), self.fetch.latency_seconds
+        return (
+            self.queued_seconds + first,
+            latency + fetching / self.num_layers + first,
+            latency + fetching + first / self.num_layers,
+        )
+
     def seconds(self, num_blocks: int) -> float:
         """What fetching exactly so many blocks leads to."""
-        first, rest = self.step_seconds(num_blocks)
-        if num_blocks == 0:
-            return first + rest
-        fetching = self.streaming_seconds(num_blocks)
-        overlapped = overlapped_seconds(fetching / self.num_layers, first / self.num_layers, self.num_layers)
-        return self.fetch.latency_seconds + overlapped + rest
+        return max(self.first_step_ends(num_blocks)) + self.step_seconds(num_blocks)[1]
 
 
 def plan_fetch(
@@ -109,14 +116,15 @@ def plan_fetch(
     num_sharing: int = 1,
     num_memory_blocks: int | None = None,
     max_step_tokens: int = MAX_STEP_TOKENS,
+    queued_seconds: float = 0.0,
 ) -> FetchPlan:
     """The best of fetching none, a part or all of a held prefix, by the overlapped time.
 
     Counts of blocks are from the prompt's start: `num_here_blocks` need no fetch, `num_held_blocks` are here
     or at a store, `num_memory_blocks` here or in a store's memory (None: all that are held). `block_bytes`
-    is one block in all layers. `num_sharing`: fetches under way, this one included. Of equals, the least
-    fetched wins. Looks at O(num_tokens / max_step_tokens) points. Raises ValueError for counts that make no
-    prompt.
+    is one block in all layers. `num_sharing`: fetches under way, this one included. `queued_seconds`: until
+    the prompt's first step can begin; the fetch begins now. Of equals, the least fetched wins. Looks at
+    O(num_tokens / max_step_tokens) points. Raises ValueError for counts that make no prompt.
     """
     _check(num_tokens, num_here_blocks, num_held_blocks, block_size, block_bytes, num_layers, num_sharing)
     prompt = PromptToPlan(
@@ -131,6 +139,7 @@ def plan_fetch(
         num_sharing,
         num_held_blocks if num_memory_blocks is None else min(num_memory_blocks, num_held_blocks),
         max_step_tokens,
+        max(0.0, queued_seconds),
     )
     max_blocks = prompt.max_blocks
     if max_blocks == 0:
@@ -176,20 +185,20 @@ def _disk_matters(prompt: PromptToPlan) -> Iterator[int]:
 
 
 def _crossing(prompt: PromptToPlan, low: int, high: int) -> Iterator[int]:
-    """The neighbours between `low` and `high` where fetching begins or ceases to be slower than the first
-    step. Within a piece that happens once at most: the fetch grows linearly, while the first step grows
+    """The neighbours between `low` and `high` where another of the three ends becomes the last. Within a
+    piece each pair of them changes order once at most: the fetch grows linearly, while the first step grows
     linearly as long as it is full, and only shrinks from then on."""
-
-    def computes_longer(num_blocks: int) -> bool:
-        return prompt.step_seconds(num_blocks)[0] > prompt.streaming_seconds(num_blocks)
-
-    starts_longer = computes_longer(low)
-    if computes_longer(high) == starts_longer:
-        return
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if computes_longer(middle) == starts_longer else (low, middle)
-    yield from (low, high)
+    at_low, at_high = prompt.first_step_ends(low), prompt.first_step_ends(high)
+    for one, other in combinations(range(3), 2):
+        starts_later = at_low[one] > at_low[other]
+        if (at_high[one] > at_high[other]) == starts_later:
+            continue
+        left, right = low, high
+        while right - left > 1:
+            middle = (left + right) // 2
+            ends = prompt.first_step_ends(middle)
+            left, right = (middle, right) if (ends[one] > ends[other]) == starts_later else (left, middle)
+        yield from (left, right)
 
 
 def _check(

@@ -28,6 +28,7 @@ class Case:
     num_sharing: int
     prefill: PrefillCost
     fetch: FetchCost
+    queued_seconds: float = 0.0
 
     def plan(self) -> FetchPlan:
         return plan_fetch(
@@ -42,6 +43,7 @@ class Case:
             num_sharing=self.num_sharing,
             num_memory_blocks=self.num_memory,
             max_step_tokens=self.max_step_tokens,
+            queued_seconds=self.queued_seconds,
         )
 
     @property
@@ -56,15 +58,16 @@ class Case:
         whole = prefill_seconds(
             self.prefill, self.num_tokens - context, context, max_step_tokens=self.max_step_tokens
         )
+        computed = self.queued_seconds + whole
         if num_blocks == 0:
-            return whole
+            return computed
         num_from_disk = len(range(max(self.num_here, self.num_memory), self.num_here + num_blocks))
         link = num_blocks * self.block_bytes / self.fetch.bytes_per_second
         disk_rate = self.fetch.disk_bytes_per_second
         disk = num_from_disk * self.block_bytes / disk_rate if disk_rate else 0.0
         fetching = self.num_sharing * max(link, disk) / self.num_layers
         overlapped = overlapped_seconds(fetching, step / self.num_layers, self.num_layers)
-        return self.fetch.latency_seconds + overlapped + whole - step
+        return max(computed, self.fetch.latency_seconds + overlapped + whole - step)
 
 
 @st.composite
@@ -88,6 +91,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(1, 5)),
         PrefillCost(draw(exponent), draw(exponent), draw(exponent) * 1e-3),
         FetchCost(draw(exponent), draw(rate), draw(st.one_of(st.just(0.0), rate))),
+        draw(st.one_of(st.just(0.0), exponent)),
     )
 
 
@@ -157,6 +161,14 @@ def test_blocks_on_a_slow_disk_are_recomputed_and_those_in_memory_fetched():
     fetch = FetchCost(latency_seconds=1e-4, bytes_per_second=1e10, disk_bytes_per_second=1e6)
     plan = Case(1600, 0, 90, 40, 16, 1 << 20, 30, 2048, 1, PREFILL, fetch).plan()
     assert plan.num_blocks == 40
+
+
+def test_a_slow_fetch_is_worth_it_while_the_prompt_would_queue_anyway():
+    slow = FetchCost(latency_seconds=1e-3, bytes_per_second=1e8)
+    now = Case(1024, 0, 64, 64, 16, 1 << 20, 30, 2048, 1, PREFILL, slow)
+    later = Case(**{**vars(now), "queued_seconds": 2.0})
+    assert now.plan().reason is not FetchReason.FETCH_ALL
+    assert later.plan().reason is FetchReason.FETCH_ALL
 
 
 def test_blocks_that_are_here_are_not_fetched_again():
