@@ -18,6 +18,7 @@ class BlockAllocator:
         self._cached: dict[int, None] = {}  # in order of release, oldest first
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        self._changed: dict[bytes, bool] = {}  # since they were taken: whether it can be found now
 
     @property
     def num_blocks(self) -> int:
@@ -92,6 +93,18 @@ class BlockAllocator:
         if name not in self._block_of and block not in self._name_of:
             self._block_of[name] = block
             self._name_of[block] = name
+            self._note(name, can_be_found=True)
+
+    def names(self) -> list[bytes]:
+        """All names that find a block."""
+        return list(self._block_of)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Names that find a block and did not, and the reverse, since this was last asked."""
+        stored = [name for name, can_be_found in self._changed.items() if can_be_found]
+        removed = [name for name, can_be_found in self._changed.items() if not can_be_found]
+        self._changed.clear()
+        return stored, removed
 
     def has_name(self, block: int) -> bool:
         """Whether others may find, and so share, this block."""
@@ -122,5 +135,13 @@ class BlockAllocator:
         """Takes the block that was released first out of the cache."""
         block = next(iter(self._cached))
         del self._cached[block]
-        del self._block_of[self._name_of.pop(block)]
+        name = self._name_of.pop(block)
+        del self._block_of[name]
+        self._note(name, can_be_found=False)
         return block
+
+    def _note(self, name: bytes, *, can_be_found: bool) -> None:
+        if self._changed.get(name) is (not can_be_found):
+            del self._changed[name]  # as it was: nobody needs to hear of it
+        else:
+            self._changed[name] = can_be_found

@@ -5,7 +5,7 @@ import torch
 
 from kernels.paged_attention.choose import choose_paged_attention
 from kernels.paged_attention.contract import AttentionBatch, PagedAttention
-from kernels.paged_attention.reference import ReferenceAttention
+from kernels.paged_attention.torch_sdpa import TorchAttention
 from libs.model.model import Model
 
 _log = structlog.get_logger(__name__)
@@ -28,5 +28,5 @@ def fitting_attention(model: Model, kv: torch.Tensor) -> PagedAttention:
         attention.attend(heads, kv, batch, 1.0)
     except ValueError as refusal:
         _log.warning("paged_attention_falls_back_to_torch", reason=str(refusal))
-        return ReferenceAttention()
+        return TorchAttention()
     return attention

@@ -125,8 +125,9 @@ class Engine:
     ) -> bool:
         """KV `[n, num_kv_heads, 2, block_size, head_dim]` of one layer into reserved blocks.
 
-        False where the sequence does not await KV: unknown, over, or begun. Leave `blocks` unchanged until
-        this returns; it is taken between two layers, also while a step runs. Raises BadBlocks.
+        False where the sequence does not await KV, or not any more: unknown, over, begun with all its KV, or
+        preempted, in which case it is computed instead. Leave `blocks` unchanged until this returns; it is
+        taken between two layers, also while a step runs. Raises BadBlocks.
         """
         written: bool = await self._ask(
             lambda core: core.write_blocks(sequence_id, layer, first_block, blocks), between_layers=True
@@ -141,10 +142,25 @@ class Engine:
         blocks: torch.Tensor = await self._ask(lambda core: core.read_blocks(names))
         return blocks
 
+    async def held_names(self) -> list[bytes]:
+        """Names of all blocks that can be found here: a snapshot, which `on_names` keeps up to date."""
+        names: list[bytes] = await self._ask(lambda core: core.ledger.allocator.names())
+        return names
+
     async def begin(
-        self, sequence_id: str, *, num_computed_tokens: int, hand_over: bool = False, first_block: int = 0
+        self,
+        sequence_id: str,
+        *,
+        num_computed_tokens: int,
+        hand_over: bool = False,
+        first_block: int = 0,
+        awaits_kv: bool = False,
     ) -> None:
         """The KV of `num_computed_tokens` is present; the engine computes the rest and goes on.
+
+        With `awaits_kv` it may still be on its way: `write_blocks` takes the blocks that are missing, layers
+        in any order, each block once per layer. A layer is computed when it is whole, others run meanwhile.
+        Only `abort` and the deadline end the wait for KV that never comes; after `abort` the id is free.
 
         With `hand_over` it ends after its first token, and KV from block `first_block` on, found or computed,
         goes to `on_layer`. Raises UnknownSequence, WrongState, BadBlocks.
@@ -155,6 +171,7 @@ class Engine:
                 num_computed_tokens=num_computed_tokens,
                 hand_over=hand_over,
                 first_block=first_block,
+                awaits_kv=awaits_kv,
             )
         )
 
@@ -262,6 +279,8 @@ class Engine:
         calls += [partial(listener.on_prompt_done, token) for token in wanted]
         failed = (failure for failure in post.failed if failure.sequence_id not in self._aborting)
         calls += [partial(listener.on_failed, failure) for failure in failed]
+        if post.stored or post.removed:
+            calls.append(partial(listener.on_names, post.stored, post.removed))
         return calls
 
     def _note_life(self, post: Post) -> None:

@@ -4,8 +4,9 @@ Synchronous, and owned by whoever calls it; the clock is given, so that deadline
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rowwise
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import structlog
@@ -16,13 +17,14 @@ from libs.engine.attention import fitting_attention
 from libs.engine.errors import BadBlocks
 from libs.engine.hand_over import HandOverBudget
 from libs.engine.ledger import Ledger
+from libs.engine.loading import LoadingStep
 from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, TokenOutput
 from libs.engine.placement import Placement, all_home, check_placement
 from libs.engine.pool import BlockLayout, Pool
-from libs.engine.ragged import Span, ragged_batch
+from libs.engine.ragged import RaggedBatch, Span, ragged_batch
 from libs.engine.runner import HandOver, Runner
 from libs.engine.sampler import NOT_FINITE, Sampled, sample
-from libs.engine.scheduler import Chunk, Limits, Schedule, schedule
+from libs.engine.scheduler import Chunk, Limits, Schedule, loading_chunk, schedule
 from libs.engine.sequence import Sequence, SequenceState
 from libs.engine.settings import EngineSettings, pool_blocks
 from libs.model.model import Model
@@ -34,11 +36,16 @@ _log = structlog.get_logger(__name__)
 
 @dataclass
 class StepOutput:
-    """What one step gave. `num_tokens` went through the model; `is_idle`: nothing to do until a command."""
+    """What one step gave. `num_tokens` went through the model; `is_idle`: nothing to do until a command.
+
+    `stored` and `removed` are names of blocks that can be found now and could not before, and the reverse.
+    """
 
     tokens: list[TokenOutput] = field(default_factory=list)
     prompts_done: list[TokenOutput] = field(default_factory=list)
     failed: list[SequenceFailed] = field(default_factory=list)
+    stored: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
     num_tokens: int = 0
     is_idle: bool = False
 
@@ -85,9 +92,12 @@ class EngineCore:
             fingerprint=model.fingerprint,
             vocab_size=config.vocab_size,
             eos_ids=config.eos_token_ids,
+            num_layers=config.num_layers,
         )
         self.budget = HandOverBudget(settings.hand_over_bytes, layout.block_bytes)
         self._clock = clock
+        self._loading_steps: dict[Sequence, LoadingStep] = {}
+        self._has_just_loaded = False
         self._on_layers = on_layers
         self._runner = Runner(
             model,
@@ -108,7 +118,7 @@ class EngineCore:
         Blocks found by name are skipped: others read them. Raises BadBlocks for a wrong shape or place.
         """
         sequence = self.ledger.sequences.get(sequence_id)
-        if sequence is None or sequence.is_begun:
+        if sequence is None or (sequence.is_begun and not sequence.is_loading):
             return False
         if not 0 <= layer < self.model.config.num_layers:
             raise BadBlocks(f"layer {layer} of {self.model.config.num_layers} does not exist")
@@ -118,17 +128,21 @@ class EngineCore:
                 f"blocks of shape {tuple(blocks.shape)} and {blocks.dtype}; this pool's are "
                 f"{(len(blocks), *kv.shape[1:])} and {kv.dtype}"
             )
-        if first_block < 0 or end > sequence.num_blocks:
+        arrivals = self.ledger.arrivals(sequence)
+        if first_block < 0 or end > arrivals.end_block:
             raise BadBlocks(
-                f"blocks {first_block} to {end} of {sequence_id!r}, which holds {sequence.num_blocks} blocks"
+                f"blocks {first_block} to {end} of {sequence_id!r}, which takes {arrivals.end_block} blocks"
             )
         if sequence.state is SequenceState.RESERVED:
             sequence.go(SequenceState.LOADING)
         start = max(first_block, sequence.num_found_blocks)
-        if start < end:
+        if start < end and not (sequence.is_begun and arrivals.has(layer, start, end)):
             ids = torch.tensor(sequence.blocks[start:end], dtype=torch.int64, device=kv.device)
             with torch.inference_mode():
                 kv[ids] = blocks[start - first_block :].to(kv.device)
+            arrivals.add(layer, start, end)
+        if sequence.is_loading and arrivals.are_complete and sequence not in self._loading_steps:
+            self.ledger.loaded(sequence)
         return True
 
     def read_blocks(self, names: Rowwise[bytes]) -> torch.Tensor:
@@ -143,11 +157,21 @@ class EngineCore:
         return blocks.view(len(ids), config.num_layers, config.num_kv_heads, *blocks.shape[2:])
 
     def begin(
-        self, sequence_id: str, *, num_computed_tokens: int, hand_over: bool = False, first_block: int = 0
+        self,
+        sequence_id: str,
+        *,
+        num_computed_tokens: int,
+        hand_over: bool = False,
+        first_block: int = 0,
+        awaits_kv: bool = False,
     ) -> None:
         """See `Engine.begin`."""
         self.ledger.begin(
-            sequence_id, num_computed_tokens=num_computed_tokens, hand_over=hand_over, first_block=first_block
+            sequence_id,
+            num_computed_tokens=num_computed_tokens,
+            hand_over=hand_over,
+            first_block=first_block,
+            awaits_kv=awaits_kv,
         )
 
     def adopt(self, sequence_id: str, first: TokenOutput) -> SequenceFailed | None:
@@ -186,49 +210,124 @@ class EngineCore:
         return [self._fail(one, FailureReason.DEADLINE, "its deadline passed in the engine") for one in late]
 
     def step(self) -> StepOutput:
-        """One step. An error inside fails the sequences of this step, and no other."""
-        ledger = self.ledger
+        """One step, or as much of a loading sequence's step as its KV allows; the two take turns.
+
+        An error inside fails the sequences of this step, and no other.
+        """
         output = StepOutput(failed=self.expire())
+        self._has_just_loaded = not self._has_just_loaded and self._step_loading(output)
+        if not self._has_just_loaded:
+            self._step_together(output)
+            if output.is_idle:
+                self._has_just_loaded = self._step_loading(output)
+                output.is_idle = not self._has_just_loaded
+        output.stored, output.removed = self.ledger.allocator.take_changes()
+        return output
+
+    def _step_together(self, output: StepOutput) -> None:
+        """A step of all whose KV is there."""
+        ledger = self.ledger
         plan = schedule(ledger.by_age, self._limits(), ledger.num_freed)
         spans = ledger.apply(plan, self._clock())
         if plan.is_empty:
             # A preemption may have freed more than the scheduler could foresee: look again.
             output.is_idle = not plan.preempted
-            return output
+            return
+        with self._failing([*plan.decodes, *(chunk.sequence for chunk in plan.chunks)], output):
+            self._run(plan, spans, output)
+
+    def _step_loading(self, output: StepOutput) -> bool:
+        """Takes the oldest loading sequence that can go on as far as it can; False where none can."""
+        self._loading_steps = {one: step for one, step in self._loading_steps.items() if one.is_loading}
+        for sequence in self.ledger.by_age:
+            if not sequence.is_loading:
+                continue
+            with self._failing([sequence], output):
+                step = self._loading_steps.get(sequence) or self._begin_loading(sequence)
+                if step is None or not step.can_advance:
+                    continue
+                if step.advance():
+                    self._end_loading(step, output)
+            return True
+        return False
+
+    def _begin_loading(self, sequence: Sequence) -> LoadingStep | None:
+        arrivals = self.ledger.arrivals(sequence)
+        if not arrivals.is_whole(self._runner.first_layer):
+            return None
+        chunk = loading_chunk(sequence, self._limits())
+        if chunk is None:
+            return None
+        span = self.ledger.place(chunk, self._clock())
+        leaving = [_leaving(chunk)] if chunk.num_handed_blocks else []
+        if span.end > span.first:
+            batch = ragged_batch(self.ledger.rows, [], [span], self.settings.block_size)
+            layers = self._runner.layerwise(batch, leaving)
+        else:
+            batch, layers = None, self._runner.copy_out_layerwise(leaving)
+        step = self._loading_steps[sequence] = LoadingStep(chunk, span, batch, layers, arrivals)
+        return step
+
+    def _end_loading(self, step: LoadingStep, output: StepOutput) -> None:
+        del self._loading_steps[step.span.sequence]
+        self.ledger.loaded(step.span.sequence)
+        if step.batch is not None:
+            output.num_tokens = len(step.batch.token_ids)
+        self._commit([], [step.chunk], [step.span], step.batch, step.logits, output)
+
+    @contextmanager
+    def _failing(self, sequences: list[Sequence], output: StepOutput) -> Iterator[None]:
+        """For what runs the model: whatever breaks it, its sequences are told, those that have not ended."""
         try:
             with torch.inference_mode():
-                self._run(plan, spans, output)
-        except Exception as error:  # noqa: BLE001 - whatever breaks a step, its sequences are told of it
-            _log.exception("engine_step_failed", num_sequences=len(plan.decodes) + len(plan.chunks))
-            output.failed += self._fail_step(plan, f"{type(error).__name__}: {error}")
-        return output
+                yield
+        except Exception as error:  # noqa: BLE001 - the boundary of a step
+            _log.exception("engine_step_failed", num_sequences=len(sequences))
+            live = [sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED]
+            detail = f"{type(error).__name__}: {error}"
+            output.failed += [self._fail(sequence, FailureReason.INTERNAL, detail) for sequence in live]
 
     def _limits(self) -> Limits:
+        num_leaving = sum(step.chunk.num_handed_blocks for step in self._loading_steps.values())
         return Limits(
             block_size=self.settings.block_size,
             max_num_seqs=self.settings.num_step_seqs,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
             num_free_blocks=self.ledger.allocator.num_free,
-            num_hand_over_blocks=self.budget.num_blocks,
+            num_hand_over_blocks=max(0, self.budget.num_blocks - num_leaving),
         )
 
     def _run(self, plan: Schedule[Sequence], spans: list[Span], output: StepOutput) -> None:
-        ledger, full = self.ledger, [span for span in spans if span.end > span.first]
+        full = [span for span in spans if span.end > span.first]
         hand_overs = [_leaving(chunk) for chunk in plan.chunks if chunk.num_handed_blocks]
-        chosen = [*plan.decodes, *(span.sequence for span in full if span.wants_token)]
-        sampled: Sampled | None = None
+        batch: RaggedBatch | None = None
+        logits: torch.Tensor | None = None
         if plan.decodes or full:
-            batch = ragged_batch(ledger.rows, plan.decodes, full, self.settings.block_size)
+            batch = ragged_batch(self.ledger.rows, plan.decodes, full, self.settings.block_size)
             logits = self._runner.run(batch, hand_overs)
             output.num_tokens = len(batch.token_ids)
-            if logits is not None:
-                sampled = sample(logits, ledger.rows, batch.rows, chosen)
-                ledger.rows.append(batch.rows, sampled.token_ids)
         else:
             self._runner.copy_out(hand_overs)
-        for sequence in plan.decodes:
+        self._commit(plan.decodes, plan.chunks, spans, batch, logits, output)
+
+    def _commit(
+        self,
+        decodes: list[Sequence],
+        chunks: list[Chunk[Sequence]],
+        spans: list[Span],
+        batch: RaggedBatch | None,
+        logits: torch.Tensor | None,
+        output: StepOutput,
+    ) -> None:
+        """What a step computed becomes part of its sequences: KV, and the next token where one is chosen."""
+        ledger, sampled = self.ledger, None
+        chosen = [*decodes, *(span.sequence for span in spans if span.end > span.first and span.wants_token)]
+        if batch is not None and logits is not None:
+            sampled = sample(logits, ledger.rows, batch.rows, chosen)
+            ledger.rows.append(batch.rows, sampled.token_ids)
+        for sequence in decodes:
             ledger.computed(sequence, sequence.num_tokens)
-        for chunk, span in zip(plan.chunks, spans, strict=True):
+        for chunk, span in zip(chunks, spans, strict=True):
             chunk.sequence.num_handed_blocks += chunk.num_handed_blocks
             ledger.computed(span.sequence, span.end)
         if sampled is not None:
@@ -264,12 +363,6 @@ class EngineCore:
     def _fail(self, sequence: Sequence, reason: FailureReason, detail: str) -> SequenceFailed:
         self.ledger.end(sequence)
         return SequenceFailed(sequence.id, reason, detail)
-
-    def _fail_step(self, plan: Schedule[Sequence], detail: str) -> list[SequenceFailed]:
-        """All that was part of the step and did not end in it."""
-        concerned = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
-        live = [sequence for sequence in concerned if sequence.state is not SequenceState.FINISHED]
-        return [self._fail(sequence, FailureReason.INTERNAL, detail) for sequence in live]
 
 
 def _leaving(chunk: Chunk[Sequence]) -> HandOver:

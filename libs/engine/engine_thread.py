@@ -33,7 +33,7 @@ class Command:
     act: Callable[[EngineCore], Any]
     answer: asyncio.Future[Any] | None = None
     between_layers: bool = False
-    """A write into reserved blocks: harmless while a step runs, and a step may be long."""
+    """A write into blocks that await it: harmless while a step runs, and a step may be long."""
     is_abort_of: str = ""
 
 
@@ -47,6 +47,8 @@ class Post:
     prompts_done: list[TokenOutput] = field(default_factory=list)
     failed: list[SequenceFailed] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    stored: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
     has_opened: bool = False
     has_ended: bool = False
     death: Exception | None = None
@@ -55,7 +57,8 @@ class Post:
     def is_empty(self) -> bool:
         """Nothing to tell."""
         has_results = self.layers or self.tokens or self.prompts_done or self.failed
-        return not (has_results or self.answers or self.aborted or self.has_opened or self.has_ended)
+        has_news = self.stored or self.removed or self.has_opened or self.has_ended
+        return not (has_results or has_news or self.answers or self.aborted)
 
 
 class EngineThread:
@@ -132,10 +135,18 @@ class EngineThread:
                 return
             self.meter.begin()
             step = core.step()
-            self.meter.end(step.num_tokens)
+            self.meter.end(None if step.is_idle else step.num_tokens)
             is_idle = step.is_idle
             self.load = core.ledger.load()
-            self._post(Post(tokens=step.tokens, prompts_done=step.prompts_done, failed=step.failed))
+            self._post(
+                Post(
+                    tokens=step.tokens,
+                    prompts_done=step.prompts_done,
+                    failed=step.failed,
+                    stored=step.stored,
+                    removed=step.removed,
+                )
+            )
 
     def _apply_all(self, core: EngineCore, commands: Iterable[Command]) -> None:
         post = Post()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from libs.bus.messages.presence import WorkerLoad
 from libs.engine.allocator import BlockAllocator
+from libs.engine.arrivals import Arrivals
 from libs.engine.errors import (
     BadBlocks,
     DuplicateSequence,
@@ -44,6 +45,7 @@ class Ledger:
         fingerprint: str,
         vocab_size: int,
         eos_ids: tuple[int, ...],
+        num_layers: int,
     ) -> None:
         self.settings = settings
         self.block_size = settings.block_size
@@ -57,6 +59,7 @@ class Ledger:
         self._fingerprint = fingerprint
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
+        self._num_layers = num_layers
         self._num_arrived = 0
 
     def get(self, sequence_id: str) -> Sequence:
@@ -92,8 +95,16 @@ class Ledger:
         self.sequences[sequence_id] = sequence
         return Reservation(sequence_id, sequence.num_blocks, len(hits))
 
-    def begin(self, sequence_id: str, *, num_computed_tokens: int, hand_over: bool, first_block: int) -> None:
-        """The scheduler may take it; KV of `num_computed_tokens` is there."""
+    def begin(
+        self,
+        sequence_id: str,
+        *,
+        num_computed_tokens: int,
+        hand_over: bool,
+        first_block: int,
+        awaits_kv: bool = False,
+    ) -> None:
+        """The scheduler may take it; KV of `num_computed_tokens` is there, or with `awaits_kv` will be."""
         sequence = self.get(sequence_id)
         if not 0 <= num_computed_tokens <= min(sequence.num_tokens, sequence.num_blocks * self.block_size):
             raise BadBlocks(
@@ -101,10 +112,22 @@ class Ledger:
                 f"{sequence.num_tokens} tokens and {sequence.num_blocks} blocks"
             )
         found = max(num_computed_tokens, sequence.num_found_blocks * self.block_size)
-        self._enter(sequence, min(found, sequence.num_tokens - 1))
+        awaited = blocks_for(num_computed_tokens, self.block_size) if awaits_kv else 0
+        self._enter(sequence, min(found, sequence.num_tokens - 1), num_awaited_blocks=awaited)
         sequence.num_cached_tokens = sequence.num_computed
         sequence.hand_over = hand_over
         sequence.num_handed_blocks = first_block
+
+    def arrivals(self, sequence: Sequence) -> Arrivals:
+        """The record of what was written into the sequence from outside."""
+        if sequence.arrivals is None:
+            sequence.arrivals = Arrivals(self._num_layers, sequence.num_blocks)
+        return sequence.arrivals
+
+    def loaded(self, sequence: Sequence) -> None:
+        """All its KV has come: it runs with the others, and its blocks can be found."""
+        sequence.is_loading, sequence.arrivals = False, None
+        self.computed(sequence, sequence.num_computed)
 
     def adopt(self, sequence_id: str, first: TokenOutput) -> bool:
         """Joins with all its KV and its first token. False where it is over with that token.
@@ -134,6 +157,7 @@ class Ledger:
         if sequence.is_begun:
             self.by_age.remove(sequence)
         sequence.go(SequenceState.FINISHED)
+        sequence.is_loading = False
         self.rows.give_back(sequence)
         self.allocator.release(sequence.blocks)
         sequence.blocks = []
@@ -149,11 +173,13 @@ class Ledger:
         for sequence in plan.decodes:
             if sequence.state is not SequenceState.RUNNING:
                 self._start(sequence, now)
-        return [self._span(chunk, now) for chunk in plan.chunks]
+        return [self.place(chunk, now) for chunk in plan.chunks]
 
     def computed(self, sequence: Sequence, num_tokens: int) -> None:
         """KV of the first `num_tokens` is in the pool; blocks that got full can now be found."""
         sequence.num_computed = num_tokens
+        if sequence.is_loading:
+            return
         num_full = num_tokens // self.block_size
         if num_full > sequence.num_named_blocks and self.settings.prefix_cache:
             names = sequence.name_blocks(num_full, self._fingerprint, self.block_size)
@@ -211,9 +237,15 @@ class Ledger:
         names = sequence.name_blocks(end, self._fingerprint, self.block_size)
         return self.allocator.find(names[first:end])
 
-    def _enter(self, sequence: Sequence, num_computed: int) -> None:
+    def _enter(self, sequence: Sequence, num_computed: int, *, num_awaited_blocks: int = 0) -> None:
         """From reserved or loading to waiting."""
         sequence.go(SequenceState.WAITING)
+        if num_awaited_blocks > sequence.num_found_blocks:
+            arrivals = self.arrivals(sequence)
+            arrivals.expect(sequence.num_found_blocks, num_awaited_blocks)
+            sequence.is_loading = not arrivals.are_complete
+        if not sequence.is_loading:
+            sequence.arrivals = None
         self.computed(sequence, num_computed)
         self.rows.take(sequence)
         insort(self.by_age, sequence, key=attrgetter("arrival"))
@@ -223,6 +255,7 @@ class Ledger:
         self.allocator.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = sequence.num_named_blocks = 0
+        sequence.is_loading, sequence.arrivals = False, None
 
     def _grow(self, sequence: Sequence, num_blocks: int) -> None:
         first = sequence.num_blocks
@@ -233,7 +266,7 @@ class Ledger:
         sequence.go(SequenceState.RUNNING)
         sequence.prefill_started_unix_seconds = sequence.prefill_started_unix_seconds or now
 
-    def _span(self, chunk: Chunk[Sequence], now: float) -> Span:
+    def place(self, chunk: Chunk[Sequence], now: float) -> Span:
         """Blocks for a chunk; less is computed where others have left KV of the same tokens meanwhile."""
         sequence = chunk.sequence
         end = sequence.num_computed + chunk.num_tokens
@@ -242,8 +275,9 @@ class Ledger:
             is_fresh = sequence.state is SequenceState.WAITING
             self._start(sequence, now)
             self._take_found(sequence)
-            if is_fresh:
-                sequence.num_cached_tokens = sequence.num_computed
+            # What was preempted finds its own blocks again; these were computed, not found.
+            most = sequence.num_tokens if is_fresh else sequence.num_cached_tokens
+            sequence.num_cached_tokens = min(most, sequence.num_computed)
         self._grow(sequence, num_needed - sequence.num_blocks)
         if not sequence.hand_over:  # a hand-over must not run ahead of the blocks that may leave
             end = min(

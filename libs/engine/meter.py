@@ -22,11 +22,12 @@ class Meter:
         with self._lock:
             self._began = self._clock()
 
-    def end(self, num_tokens: int) -> None:
-        """The step that began last has run `num_tokens` tokens through the model."""
+    def end(self, num_tokens: int | None) -> None:
+        """The step that began last has run `num_tokens` tokens through the model, a part of one 0; None where
+        there was nothing to run."""
         with self._lock:
             now = self._clock()
-            if self._began is not None and num_tokens:
+            if self._began is not None and num_tokens is not None:
                 self._steps.append((self._began, now, num_tokens))
             self._began = None
             self._forget(now)

@@ -72,6 +72,11 @@ class EngineListener(Protocol):
         """First token of a `hand_over` sequence, after all its layers; its blocks are free again."""
         ...
 
+    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Names of blocks that can be found here since the last call, and that no longer can; one call a
+        step."""
+        ...
+
     def on_failed(self, failure: SequenceFailed) -> None:
         """The sequence is over without an end of its own. Not called for `abort`."""
         ...

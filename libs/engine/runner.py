@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.paged_attention.contract import AttentionBatch, PagedAttention
+from libs.engine.loading import Layerwise
 from libs.engine.outputs import LayerOutput
 from libs.engine.placement import Placement
 from libs.engine.pool import Pool
@@ -47,6 +48,11 @@ class Runner:
         self._scale = 1 / math.sqrt(model.config.head_dim)
         self.refresh()
 
+    @property
+    def first_layer(self) -> int:
+        """The layer that a step runs first."""
+        return self._layers[0]
+
     def refresh(self) -> None:
         """Takes the pool's views anew, as after a change of its layout."""
         self._kv = [self.pool.layer(layer) for layer in self._layers]
@@ -57,6 +63,16 @@ class Runner:
         Writes KV of all tokens into the pool. `on_layers` hears the hand-overs after each layer's KV is
         written.
         """
+        layers = self.layerwise(batch, hand_overs)
+        while True:
+            try:
+                next(layers)
+            except StopIteration as end:
+                logits: torch.Tensor | None = end.value
+                return logits
+
+    def layerwise(self, batch: RaggedBatch, hand_overs: Sequence[HandOver]) -> Layerwise:
+        """The same, stopping before each layer's KV is read or written."""
         model, device = self.model, self.model.device
         hidden = model.embed(_tensor(batch.token_ids, device))
         rotary = model.rotary(_tensor(batch.positions, device))
@@ -72,6 +88,7 @@ class Runner:
         last = self._layers[-1]
         for layer, kv in zip(self._layers, self._kv, strict=True):
             q, k, v = model.attention_inputs(layer, hidden, rotary)
+            yield layer
             self.attention.write_kv(k, v, kv, slots)
             if leaving:
                 self._hand_over(layer, kv, leaving)
@@ -87,9 +104,16 @@ class Runner:
 
     def copy_out(self, hand_overs: Sequence[HandOver]) -> None:
         """Hands over blocks whose KV was found, not computed."""
+        for _ in self.copy_out_layerwise(hand_overs):
+            pass
+
+    def copy_out_layerwise(self, hand_overs: Sequence[HandOver]) -> Layerwise:
+        """The same, stopping before each layer is copied."""
         leaving = self._leaving(hand_overs)
         for layer, kv in zip(self._layers, self._kv, strict=True):
+            yield layer
             self._hand_over(layer, kv, leaving)
+        return None
 
     def _leaving(self, hand_overs: Sequence[HandOver]) -> list[tuple[HandOver, torch.Tensor]]:
         device = self.model.device

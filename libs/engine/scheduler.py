@@ -2,7 +2,8 @@
 
 Order is age (arrival), oldest first. A decode takes one token; prompts share what is left of the step's
 tokens, in chunks. Out of blocks, the youngest sequence that holds some is preempted, but never for a younger
-one: so the oldest always goes on, and each is the oldest one day. A sequence without blocks (once preempted)
+one: so the oldest always goes on, and each is the oldest one day. One that is loading is left out until its
+KV is there. A sequence without blocks (once preempted)
 comes back when all its tokens fit; until then none behind it comes back, and nothing new is reserved.
 """
 
@@ -37,6 +38,11 @@ class Schedulable(Protocol):
     @property
     def num_handed_blocks(self) -> int:
         """Blocks handed out already."""
+        ...
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether KV of its first tokens is still on its way: it runs in steps of its own."""
         ...
 
 
@@ -99,6 +105,14 @@ def schedule(by_age: Sequence[S], limits: Limits, num_freed: Callable[[S], int])
     return _Round(by_age, limits, num_freed).run()
 
 
+def loading_chunk(sequence: S, limits: Limits) -> Chunk[S] | None:
+    """The next chunk of a sequence that `is_loading`; None where nothing of it may run or leave now."""
+    round_of_one = _Round([sequence], limits, lambda _: 0)
+    round_of_one.chunk(0, sequence)
+    chunks = round_of_one.schedule.chunks
+    return chunks[0] if chunks else None
+
+
 class _Round(Generic[S]):
     """The state of one call of `schedule`."""
 
@@ -110,8 +124,9 @@ class _Round(Generic[S]):
         self.free = limits.num_free_blocks
         self.seats = limits.max_num_seqs
         self.hand_over_left = limits.num_hand_over_blocks
-        num_decodes = sum(1 for sequence in by_age if sequence.num_blocks and is_decode(sequence))
-        num_prompts = len(by_age) - num_decodes
+        runs = [sequence for sequence in by_age if not sequence.is_loading]
+        num_decodes = sum(1 for sequence in runs if sequence.num_blocks and is_decode(sequence))
+        num_prompts = len(runs) - num_decodes
         # A prompt that is older than all decodes takes a seat, so at most this many decodes sit beside it.
         seated = min(num_decodes, limits.max_num_seqs - 1 if num_prompts else limits.max_num_seqs)
         self.prompt_tokens = limits.max_num_batched_tokens - seated
@@ -122,7 +137,9 @@ class _Round(Generic[S]):
         index = 0
         while index < self.end and self.seats:
             sequence = self.by_age[index]
-            if not sequence.num_blocks:
+            if sequence.is_loading:
+                pass
+            elif not sequence.num_blocks:
                 self.come_back(sequence)
             elif is_decode(sequence):
                 self.decode(index, sequence)
@@ -178,7 +195,8 @@ class _Round(Generic[S]):
         while self.free < num_blocks and self.end > index + 1:
             self.end -= 1
             victim = self.by_age[self.end]
-            if victim.num_blocks:
+            # Of one that is loading, layers may have left already; they must not leave twice.
+            if victim.num_blocks and not (victim.is_loading and victim.hand_over):
                 self.schedule.preempted.append(victim)
                 self.free += self.num_freed(victim)
         if self.free < num_blocks:

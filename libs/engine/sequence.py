@@ -5,13 +5,15 @@
         └───────────┴── begin ──┘           ▼ │
                                         preempted
 
-`adopt` goes the same way as `begin`. Every state may go to finished: an end frees everything.
+`adopt` goes the same way as `begin`. Every state may go to finished: an end frees everything. A sequence
+begun while its KV is still being written `is_loading` in waiting and running, until all of it is there.
 """
 
 from enum import Enum, auto
 
 import numpy as np
 
+from libs.engine.arrivals import Arrivals
 from libs.engine.errors import WrongState
 from libs.engine.seen_tokens import SeenTokens
 from libs.kv.names import block_names, next_name
@@ -51,11 +53,13 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "arrivals",
         "blocks",
         "generation",
         "hand_over",
         "id",
         "is_first_token",
+        "is_loading",
         "max_num_tokens",
         "names",
         "num_cached_tokens",
@@ -99,6 +103,8 @@ class Sequence:
         self.prefill_started_unix_seconds = 0.0
         self.is_first_token = True
         self.hand_over = False
+        self.arrivals: Arrivals | None = None
+        self.is_loading = False
         self.num_handed_blocks = 0
         self.row = -1
         self.seen = SeenTokens.when_needed(self.token_ids, self.num_prompt_tokens, sampling)

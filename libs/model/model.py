@@ -103,4 +103,4 @@ class Model:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 logits `[N, vocab_size]` of the last layer's hidden states `[N, d]`."""
         normed = rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return self.weights.head(normed).to(torch.float32)
+        return self.weights.head.in_float32(normed)

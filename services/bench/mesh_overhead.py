@@ -67,6 +67,9 @@ class _Stopwatch:
     def on_prompt_done(self, output: Any) -> None:
         raise RuntimeError("nothing is handed over here")
 
+    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Nobody asks what is held here."""
+
     def on_failed(self, failure: Any) -> None:
         raise RuntimeError(f"the engine failed: {failure}")
 

@@ -156,6 +156,9 @@ class Decoding:
     def on_prompt_done(self, output: TokenOutput) -> None:
         """See EngineListener. Nothing is begun with hand-over here."""
 
+    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """See EngineListener."""
+
     def on_failed(self, failure: SequenceFailed) -> None:
         """See EngineListener."""
         held = self.sequences.get(failure.sequence_id)

@@ -136,6 +136,9 @@ class Prefilling:
         prompt.span.set("queue_seconds", max(0.0, started - prompt.arrived_at))
         prompt.outlet.put_first_token(prompt, output)
 
+    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """See EngineListener."""
+
     def on_failed(self, failure: SequenceFailed) -> None:
         """See EngineListener."""
         self._room_came.set()

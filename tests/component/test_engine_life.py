@@ -59,6 +59,7 @@ class Listener:
         self.layers: list[LayerOutput] = []
         self.prompts: list[TokenOutput] = []
         self.failed: list[SequenceFailed] = []
+        self.held_names: set[bytes] = set()
         self.heard = asyncio.Event()
         self.threads: set[int] = set()
 
@@ -72,6 +73,12 @@ class Listener:
 
     def on_prompt_done(self, output: TokenOutput) -> None:
         self.prompts.append(output)
+        self._note()
+
+    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        assert not self.held_names.intersection(stored)
+        assert self.held_names.issuperset(removed)
+        self.held_names = (self.held_names | set(stored)) - set(removed)
         self._note()
 
     def on_failed(self, failure: SequenceFailed) -> None:

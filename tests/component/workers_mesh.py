@@ -440,6 +440,8 @@ class _Alone:
 
     def on_prompt_done(self, output: TokenOutput) -> None: ...
 
+    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None: ...
+
     def on_failed(self, failure: SequenceFailed) -> None:
         raise AssertionError(failure)
 

@@ -46,6 +46,8 @@ class _Collector:
     def on_prompt_done(self, output: object) -> None:
         raise AssertionError("nothing is handed over in a single process")
 
+    def on_names(self, stored: object, removed: object) -> None: ...
+
     def on_failed(self, failure: object) -> None:
         raise AssertionError(f"the reference failed: {failure}")
 

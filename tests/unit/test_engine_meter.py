@@ -51,7 +51,7 @@ def test_looking_for_work_in_vain_is_not_busy() -> None:
     meter = Meter(clock)
     meter.begin()
     clock.now += 0.5
-    meter.end(0)
+    meter.end(None)
     assert meter.rates() == (0.0, 0.0)
 
 

@@ -20,6 +20,7 @@ class Job:
     hand_over: bool = False
     num_handed_blocks: int = 0
     num_preempted: int = 0
+    is_loading: bool = False
 
 
 def limits(*, seqs: int = 8, tokens: int = 16, free: int = 100, hand_over: int = 100) -> Limits:

@@ -6,6 +6,8 @@ from typing import ClassVar
 import msgspec
 
 from libs.bus.port import Message
+from libs.cost.fetch import FetchCost
+from libs.cost.prefill import PrefillCost
 
 
 class ServiceKind(Enum):
@@ -64,6 +66,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float = 0.0
     busy_share: float = 0.0
     """Busy seconds of the device per second."""
+    queued_seconds: float = 0.0
+    """How long the prompts counted above will keep the worker busy, as far as it can tell."""
+    prefill_cost: PrefillCost | None = None
+    """What a prompt's tokens cost here, as measured; None: not known."""
+    fetch_cost: FetchCost | None = None
+    """What it costs to bring KV from the stores here, as measured; None: not known."""
     recent_request_ids: tuple[str, ...] = ()
     """Attempts taken in within the last seconds: what is named here is counted in the figures above."""
 
