@@ -57,7 +57,7 @@ def _decode_rate(core: EngineCore, count: int, num_context_tokens: int, num_step
     num_prompt_tokens = max(1, num_context_tokens - num_steps // 2)
     for index in range(count):
         _begin(core, str(index), num_prompt_tokens, max_tokens=num_steps + 2)
-    while core.ledger.load().num_waiting_tokens:
+    while core.load().num_waiting_tokens:
         core.step()
     core.step()
     begin = time.perf_counter()

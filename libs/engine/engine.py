@@ -17,6 +17,7 @@ import torch
 
 from kernels.paged_attention.contract import PagedAttention
 from libs.bus.messages.presence import WorkerLoad
+from libs.cost.prefill import DEFAULT_PREFILL_COST, PrefillCost
 from libs.engine.engine_core import EngineCore
 from libs.engine.engine_thread import Command, EngineThread, Post
 from libs.engine.errors import EngineClosed, EngineDied, TooManyCommands
@@ -209,6 +210,10 @@ class Engine:
         return msgspec.structs.replace(
             self._thread.load, busy_share=busy_share, tokens_per_second=tokens_per_second
         )
+
+    def prefill_cost(self) -> PrefillCost:
+        """What tokens of a prompt cost, as measured until its last step; a guess before the first one."""
+        return (self._thread.load.prefill_cost if self._thread else None) or DEFAULT_PREFILL_COST
 
     @property
     def num_total_blocks(self) -> int:

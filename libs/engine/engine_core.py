@@ -9,10 +9,14 @@ from collections.abc import Sequence as Rowwise
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 import torch
 
 from kernels.paged_attention.contract import PagedAttention
+from libs.bus.messages.presence import WorkerLoad
+from libs.cost.estimators import PrefillEstimator
+from libs.cost.prefill import num_pairs
 from libs.engine.attention import fitting_attention
 from libs.engine.errors import BadBlocks
 from libs.engine.hand_over import HandOverBudget
@@ -98,6 +102,8 @@ class EngineCore:
         self._clock = clock
         self._loading_steps: dict[Sequence, LoadingStep] = {}
         self._has_just_loaded = False
+        self.prefill = PrefillEstimator()
+        self._has_measured = False
         self._on_layers = on_layers
         self._runner = Runner(
             model,
@@ -187,6 +193,13 @@ class EngineCore:
         if sequence is not None:
             self.ledger.end(sequence)
 
+    def load(self) -> WorkerLoad:
+        """What is held and to be done."""
+        load = self.ledger.load(self.prefill.cost)
+        if not self._has_measured:
+            return load
+        return msgspec.structs.replace(load, prefill_cost=self.prefill.cost)
+
     def fail_all(self, reason: FailureReason, detail: str) -> list[SequenceFailed]:
         """Ends every sequence, whatever it is doing."""
         return [self._fail(sequence, reason, detail) for sequence in list(self.ledger.sequences.values())]
@@ -234,7 +247,9 @@ class EngineCore:
             output.is_idle = not plan.preempted
             return
         with self._failing([*plan.decodes, *(chunk.sequence for chunk in plan.chunks)], output):
+            began = time.perf_counter()
             self._run(plan, spans, output)
+            self._measure(plan.decodes, spans, time.perf_counter() - began)
 
     def _step_loading(self, output: StepOutput) -> bool:
         """Takes the oldest loading sequence that can go on as far as it can; False where none can."""
@@ -269,11 +284,24 @@ class EngineCore:
         return step
 
     def _end_loading(self, step: LoadingStep, output: StepOutput) -> None:
+        began = time.perf_counter()
         del self._loading_steps[step.span.sequence]
         self.ledger.loaded(step.span.sequence)
         if step.batch is not None:
             output.num_tokens = len(step.batch.token_ids)
         self._commit([], [step.chunk], [step.span], step.batch, step.logits, output)
+        if self.model.device.type == "cpu":  # elsewhere operations go on while the step is put aside
+            self._measure([], [step.span], step.busy_seconds + time.perf_counter() - began)
+
+    def _measure(self, decodes: list[Sequence], spans: list[Span], seconds: float) -> None:
+        """What a step with prompts cost; a decode beside them is one more token with its context."""
+        if not any(span.end > span.first for span in spans):
+            return
+        pairs = sum(num_pairs(span.end - span.first, span.first) for span in spans)
+        pairs += sum(num_pairs(1, sequence.num_computed) for sequence in decodes)
+        num_tokens = len(decodes) + sum(span.end - span.first for span in spans)
+        self.prefill.observe_batch(num_tokens, pairs, seconds)
+        self._has_measured = True
 
     @contextmanager
     def _failing(self, sequences: list[Sequence], output: StepOutput) -> Iterator[None]:

@@ -33,7 +33,8 @@ class Command:
     act: Callable[[EngineCore], Any]
     answer: asyncio.Future[Any] | None = None
     between_layers: bool = False
-    """A write into blocks that await it: harmless while a step runs, and a step may be long."""
+    """A write into blocks that await it: harmless while a step runs, which may be long, and before any command
+    that waits, since the caller has had the answer to what the write needs."""
     is_abort_of: str = ""
 
 
@@ -112,7 +113,7 @@ class EngineThread:
                 torch.set_num_threads(self._num_threads)  # of this thread: OpenMP keeps the count per thread
             core = self._open_core(self._layers_done, self._write_between_layers)
             self._core = core
-            self.load = core.ledger.load()
+            self.load = core.load()
             self._post(Post(has_opened=True))
             self._serve(core)
         except Exception as error:  # noqa: BLE001 - the thread's boundary: its death is told, not swallowed
@@ -137,7 +138,7 @@ class EngineThread:
             step = core.step()
             self.meter.end(None if step.is_idle else step.num_tokens)
             is_idle = step.is_idle
-            self.load = core.ledger.load()
+            self.load = core.load()
             self._post(
                 Post(
                     tokens=step.tokens,
@@ -152,7 +153,7 @@ class EngineThread:
         post = Post()
         for command in commands:
             self._apply(core, command, post)
-        self.load = core.ledger.load()
+        self.load = core.load()
         self._post(post)
 
     def _apply(self, core: EngineCore, command: Command, post: Post) -> None:
@@ -175,8 +176,11 @@ class EngineThread:
         self._post(Post(layers=outputs))
 
     def _write_between_layers(self) -> None:
-        if self.mailbox and self._core is not None:
-            self._apply_all(self._core, self.mailbox.take_while(lambda command: command.between_layers))
+        if not self.mailbox or self._core is None:
+            return
+        writes = self.mailbox.take(lambda command: command.between_layers)
+        if writes:
+            self._apply_all(self._core, writes)
 
     def _refuse_commands(self, end: Post) -> None:
         error = EngineClosed("the engine is closed") if end.death is None else EngineDied(f"{end.death}")

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libs.bus.messages.presence import WorkerLoad
+from libs.cost.prefill import PrefillCost, prefill_seconds
 from libs.engine.allocator import BlockAllocator
 from libs.engine.arrivals import Arrivals
 from libs.engine.errors import (
@@ -191,19 +192,29 @@ class Ledger:
         """Blocks that preempting it would free."""
         return self.allocator.num_exclusive(sequence.blocks)
 
-    def load(self) -> WorkerLoad:
-        """Counts only; the rates are the meter's."""
+    def load(self, prefill_cost: PrefillCost) -> WorkerLoad:
+        """Counts, and the work that they mean at this cost; the rates are the meter's."""
         running = SequenceState.RUNNING
         num_running = sum(1 for sequence in self.by_age if sequence.state is running)
-        missing = (sequence.num_tokens - sequence.num_computed for sequence in self.by_age)
+        prompts = [one for one in self.by_age if one.num_tokens - one.num_computed > 1]
+        queued = (
+            prefill_seconds(
+                prefill_cost,
+                one.num_tokens - one.num_computed,
+                one.num_computed,
+                max_step_tokens=self.settings.max_num_batched_tokens,
+            )
+            for one in prompts
+        )
         return WorkerLoad(
             num_running=num_running,
             num_waiting=len(self.by_age) - num_running,
             num_reserved=len(self.sequences) - len(self.by_age),
-            num_waiting_tokens=sum(count for count in missing if count > 1),
+            num_waiting_tokens=sum(one.num_tokens - one.num_computed for one in prompts),
             num_blocks=self.allocator.num_blocks,
             num_used_blocks=self.allocator.num_used,
             block_size=self.block_size,
+            queued_seconds=sum(queued),
         )
 
     def _check(self, generation: Generation, sequence_id: str) -> int:

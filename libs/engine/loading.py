@@ -4,6 +4,7 @@ A step that has run out of whole layers does not wait: it is put aside, others r
 stopped once its next layer is whole. So nothing can hang on writes that never come.
 """
 
+import time
 from collections.abc import Generator
 
 import torch
@@ -41,10 +42,13 @@ class LoadingStep:
 
     def advance(self) -> bool:
         """Runs all layers that are whole. True when the step is over."""
-        while self.can_advance:
-            try:
+        began = time.perf_counter()
+        try:
+            while self.can_advance:
                 self._next_layer = next(self._layers)
-            except StopIteration as end:
-                self.logits = end.value
-                return True
+        except StopIteration as end:
+            self.logits = end.value
+            return True
+        finally:
+            self.busy_seconds += time.perf_counter() - began
         return False

@@ -35,9 +35,10 @@ class Mailbox(Generic[T]):
             self._items.clear()
             return items
 
-    def take_while(self, wanted: Callable[[T], bool]) -> list[T]:
-        """The first items as long as they are `wanted`; what comes behind keeps its order."""
-        taken: list[T] = []
-        while self._items and wanted(self._items[0]):
-            taken.append(self._items.popleft())
+    def take(self, wanted: Callable[[T], bool]) -> list[T]:
+        """The items that are `wanted`, wherever they are; those and the others keep their order."""
+        with self._changed:
+            taken = [item for item in self._items if wanted(item)]
+            if taken:
+                self._items = deque(item for item in self._items if not wanted(item))
         return taken

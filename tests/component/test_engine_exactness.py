@@ -107,7 +107,7 @@ def test_sequences_that_outgrow_the_pool_together_all_end_right(model: Model) ->
 
     def count(_: StepOutput) -> None:
         nonlocal preempted
-        preempted += core.ledger.load().num_waiting
+        preempted += core.load().num_waiting
 
     told = drain(core, count)
     assert preempted, "the pool is too small for all at once"

@@ -137,14 +137,14 @@ def test_the_load_counts_what_is_held_and_waited_for(model: Model) -> None:
     core.step()
     begin(core, generation(prompt_of(30, 1), "waits"))
     assert core.reserve(generation(prompt_of(9, 2), "held"), "held", whole_prompt=True) is not None
-    load = core.ledger.load()
+    load = core.load()
     assert (load.num_running, load.num_waiting, load.num_reserved) == (1, 1, 1)
     assert load.num_waiting_tokens == 30
     assert (load.num_blocks, load.num_used_blocks, load.block_size) == (64, 3 + 8 + 3, SIZE)
     for name in ("runs", "waits", "held"):
         core.abort(name)
     assert core.ledger.allocator.num_named > 0
-    assert core.ledger.load().num_used_blocks == 0, "blocks only kept by name are free"
+    assert core.load().num_used_blocks == 0, "blocks only kept by name are free"
 
 
 def test_the_measurement_measures(model: Model) -> None:

@@ -71,8 +71,8 @@ def test_only_the_first_wanted_items_are_taken_ahead() -> None:
     mailbox = Mailbox[int]()
     for number in (2, 4, 5, 6):
         mailbox.put(number)
-    assert mailbox.take_while(lambda number: number % 2 == 0) == [2, 4]
-    assert mailbox.take_all(wait=False) == [5, 6]
+    assert mailbox.take(lambda number: number % 2 == 0) == [2, 4, 6]
+    assert mailbox.take_all(wait=False) == [5]
 
 
 def test_settings_are_checked_and_size_the_pool() -> None:
