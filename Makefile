@@ -13,10 +13,10 @@ IMAGE ?= kvmesh
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check style types layers bench image clean
+.PHONY: help up test check style types layers bench loadtest image clean
 
 help:  ## this text
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 10
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
 
 up: $(RUNTIME)  ## start the whole mesh here: make up ARGS="--prefill 2 --decode 2"
 	@exec $(BIN)/python -m services.up $(ARGS)
@@ -39,6 +39,9 @@ layers: $(DEV)
 
 bench: $(DEV)  ## what this machine reaches, with ratios
 	$(BIN)/python -m services.bench $(ARGS)
+
+loadtest: $(RUNTIME)  ## load a running server: make loadtest ARGS="--rate 4 --duration 30"; --help lists all
+	@$(BIN)/python -m loadtest $(ARGS)
 
 image:  ## the container image, where docker is
 	@docker info >/dev/null 2>&1 || { echo "make image needs a running docker, and there is none here" >&2; exit 2; }

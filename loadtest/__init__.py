@@ -1,0 +1,1 @@
+"""Load for any OpenAI-compatible server, over HTTP only: arrivals, prompts, traces, a client, a report."""
