@@ -1,0 +1,1 @@
+"""The tier of the KV store that lies on disk."""

@@ -1,0 +1,176 @@
+"""The tier on disk as the store's event loop sees it.
+
+Life: `await open()` tells what is held; the owner spawns `run()`, which flushes and resumes after a pause;
+then writes, reads and removes; `await close()`.
+
+A block that is missing, damaged or cannot be read is False from `read`, counted and removed here. Errors of
+writing pause the tier: every write is then False at once, reads go on, and `run` probes until writing works.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import structlog
+
+from services.kv_store.disk.blocks import BlockToRead, BlockToWrite, DiskBlock
+from services.kv_store.disk.counts import DiskCounts, ReadResult
+from services.kv_store.disk.index import IndexFailed
+from services.kv_store.disk.segment_files import SYSTEM, System
+from services.kv_store.disk.settings import DiskSettings
+from services.kv_store.disk.volume import Volume
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+def _ignore(_is_paused: bool) -> None:
+    """Nobody wants to know."""
+
+
+class DiskTier:
+    """Blocks in `folder`, whose files stay within `settings.cap_bytes`. `on_paused` is told in the loop."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: DiskSettings,
+        on_paused: Callable[[bool], None] = _ignore,
+        *,
+        system: System = SYSTEM,
+    ) -> None:
+        self._settings, self._on_paused = settings, on_paused
+        self.counts = DiskCounts()
+        self._volume = Volume(folder, settings, self.counts, system)
+        self._writer = ThreadPoolExecutor(1, "disk-write")
+        self._reader = ThreadPoolExecutor(1, "disk-read")
+        self._num_pending_bytes = 0
+        self._paused = asyncio.Event()
+
+    @property
+    def cap_bytes(self) -> int:
+        """What segments and index may take together."""
+        return self._settings.cap_bytes
+
+    @property
+    def num_used_bytes(self) -> int:
+        """Bytes of the blocks held."""
+        return self._volume.slots.num_used_bytes
+
+    @property
+    def num_file_bytes(self) -> int:
+        """Bytes of the files: blocks held, free slots between them, and the index."""
+        return self._volume.slots.num_file_bytes + self._volume.slots.num_index_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held."""
+        return self._volume.slots.num_blocks
+
+    @property
+    def is_paused(self) -> bool:
+        """Writing failed and has not worked since."""
+        return self._paused.is_set()
+
+    async def open(self) -> list[DiskBlock]:
+        """All that is held, parents before their children; a parent may be missing. Raises FolderUnusable."""
+        return await self._in(self._writer, self._volume.open)
+
+    def can_write(self, num_blocks: int, num_layers: int, layer_bytes: int) -> bool:
+        """Whether a write of these blocks would be taken now; if not, remove others first."""
+        if self.is_paused:
+            return False
+        shape = num_layers, layer_bytes
+        num_pending = -(-self._num_pending_bytes // (num_layers * layer_bytes))
+        fits_queue = self._num_pending_bytes <= self._settings.max_pending_write_bytes
+        return fits_queue and self._volume.slots.num_allocatable(shape) >= num_blocks + num_pending
+
+    async def write(self, blocks: Sequence[BlockToWrite]) -> list[bool]:
+        """Whether each is held now. Nothing is raised for what the disk does."""
+        num_bytes = sum(len(block.layers) * block.layers[0].size for block in blocks)
+        if self.is_paused or self._num_pending_bytes > self._settings.max_pending_write_bytes:
+            self.counts.num_refused += len(blocks)
+            return [False] * len(blocks)
+        self._num_pending_bytes += num_bytes
+        try:
+            held = await self._in(self._writer, self._volume.write, blocks)
+        except (OSError, IndexFailed) as error:
+            self._pause(error)
+            return [False] * len(blocks)
+        finally:
+            self._num_pending_bytes -= num_bytes
+        self.counts.num_written += len(held)
+        self.counts.num_refused += len(blocks) - len(held)
+        return [block.name in held for block in blocks]
+
+    async def read(self, wanted: Sequence[BlockToRead], layers: range) -> list[bool]:
+        """Fill the rows with these layers of each block. False: not to be had, and no longer held; the rows
+        then hold anything. Rows are the reader's until this returns."""
+        results = await self._in(self._reader, self._volume.read, wanted, layers)
+        gone: list[bytes] = []
+        for block, result in zip(wanted, results, strict=True):
+            self._count(result)
+            if result is not ReadResult.READ:
+                gone.append(block.name)
+        if gone:
+            await self.remove(gone)
+        return [result is ReadResult.READ for result in results]
+
+    async def remove(self, names: Sequence[bytes]) -> None:
+        """Forget these. Unknown names are passed over."""
+        try:
+            await self._in(self._writer, self._volume.remove, names)
+        except (OSError, IndexFailed) as error:
+            self._pause(error)
+
+    async def clear(self) -> None:
+        """Forget all."""
+        try:
+            await self._in(self._writer, self._volume.clear)
+        except (OSError, IndexFailed) as error:
+            self._pause(error)
+
+    async def run(self) -> NoReturn:
+        """Keeps up: flushes as the policy says, and while paused looks whether writing works again."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """After the last call has returned. Keeps what is held."""
+        await self._in(self._writer, self._volume.close)
+        self._reader.shutdown()
+        self._writer.shutdown()
+
+    def _count(self, result: ReadResult) -> None:
+        counts = self.counts
+        match result:
+            case ReadResult.READ:
+                counts.num_read += 1
+            case ReadResult.MISSING:
+                counts.num_missing += 1
+            case ReadResult.CORRUPT:
+                counts.num_corrupt += 1
+            case ReadResult.FAILED:
+                counts.num_failed += 1
+
+    def _pause(self, error: Exception) -> None:
+        self.counts.num_write_errors += 1
+        if not self.is_paused:
+            log.warning("disk_writes_paused", error=str(error))
+            self.counts.num_pauses += 1
+            self._paused.set()
+            self._on_paused(True)
+
+    async def _in(self, thread: ThreadPoolExecutor, call: Callable[..., T], *args: object) -> T:
+        """A thread that was given memory is waited for even when the caller is cancelled."""
+        future = asyncio.get_running_loop().run_in_executor(thread, call, *args)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            raise

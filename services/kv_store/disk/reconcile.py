@@ -1,0 +1,90 @@
+"""What a restart makes of an index and files that may not match. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from services.kv_store.disk.blocks import DiskBlock, Shape
+from services.kv_store.disk.record import Record
+from services.kv_store.disk.slot_map import Place
+
+
+@dataclass(slots=True)
+class Found:
+    """`held` can be read, as far as one can tell; `lost` cannot; `unused` files hold nothing."""
+
+    held: dict[bytes, Record] = field(default_factory=dict[bytes, Record])
+    lost: list[bytes] = field(default_factory=list[bytes])
+    unused: dict[int, Shape] = field(default_factory=dict[int, Shape])
+
+    def slots(self) -> dict[int, tuple[Shape, set[int]]]:
+        """The shape and taken slots of every segment with a block."""
+        taken: dict[int, tuple[Shape, set[int]]] = {}
+        for record in self.held.values():
+            taken.setdefault(record.segment, (record.shape, set()))[1].add(record.slot)
+        return taken
+
+
+def reconcile(
+    records: Iterable[tuple[bytes, Record]], files: Mapping[int, tuple[Shape, int]], cap_bytes: int
+) -> Found:
+    """A block is held where its slot lies whole in a file of its shape and no later block claims the slot.
+
+    Where more is held than `cap_bytes`, whole files go, those first that were written to longest ago.
+    """
+    found = Found()
+    owners: dict[Place, bytes] = {}
+    for name, record in records:
+        shape, file_bytes = files.get(record.segment, ((0, 0), 0))
+        slot_bytes = record.num_layers * record.layer_bytes
+        if shape != record.shape or (record.slot + 1) * slot_bytes > file_bytes:
+            found.lost.append(name)
+            continue
+        place = record.segment, record.slot
+        rival = owners.get(place)
+        if rival is not None and found.held[rival].order > record.order:
+            found.lost.append(name)
+            continue
+        if rival is not None:
+            del found.held[rival]
+            found.lost.append(rival)
+        owners[place] = name
+        found.held[name] = record
+    _shrink(found, files, cap_bytes)
+    kept = {record.segment for record in found.held.values()}
+    found.unused = {number: shape for number, (shape, _) in files.items() if number not in kept}
+    return found
+
+
+def _shrink(found: Found, files: Mapping[int, tuple[Shape, int]], cap_bytes: int) -> None:
+    last_write: dict[int, int] = {}
+    for record in found.held.values():
+        last_write[record.segment] = max(record.order, last_write.get(record.segment, 0))
+    excess_bytes = sum(files[number][1] for number in last_write) - cap_bytes
+    gone: set[int] = set()
+    for number in sorted(last_write, key=last_write.__getitem__):
+        if excess_bytes <= 0:
+            break
+        gone.add(number)
+        excess_bytes -= files[number][1]
+    names = [name for name, record in found.held.items() if record.segment in gone] if gone else []
+    for name in names:
+        del found.held[name]
+    found.lost += names
+
+
+def parents_first(held: Mapping[bytes, Record]) -> list[DiskBlock]:
+    """In the order of writing, but each parent that is held before its children."""
+    listed: dict[bytes, None] = {}
+    for name in sorted(held, key=lambda name: held[name].order):
+        chain: dict[bytes, None] = {}
+        while name in held and name not in listed and name not in chain:
+            chain[name] = None
+            name = held[name].parent
+        listed.update(dict.fromkeys(reversed(chain)))
+    return [_block(name, held[name]) for name in listed]
+
+
+def _block(name: bytes, record: Record) -> DiskBlock:
+    return DiskBlock(
+        name, record.parent, record.num_layers, record.layer_bytes, record.written_at_unix, record.num_hits
+    )

@@ -1,0 +1,79 @@
+"""What the index keeps for a block, as bytes. Pure.
+
+Little-endian: format and the parent's length (u8), layers (u16), bytes of a layer, segment, slot, hits (u32),
+order of writing (u64), time of writing (f64), parent, and one u64 checksum per layer.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.kv_store.disk.blocks import Shape
+
+FORMAT = 1
+_HEAD = struct.Struct("<BBHIIIIQd")
+
+
+class RecordUnreadable(Exception):
+    """These bytes are no record of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`order` rises with every write, so that of two claims to a slot the later one is known."""
+
+    segment: int
+    slot: int
+    num_layers: int
+    layer_bytes: int
+    parent: bytes
+    order: int
+    written_at_unix: float
+    num_hits: int
+    checksums: NDArray[np.uint64]
+
+    @property
+    def shape(self) -> Shape:
+        """Layers, and bytes of one layer."""
+        return self.num_layers, self.layer_bytes
+
+
+def encode_record(record: Record) -> bytes:
+    """As the index keeps it."""
+    head = _HEAD.pack(
+        FORMAT,
+        len(record.parent),
+        record.num_layers,
+        record.layer_bytes,
+        record.segment,
+        record.slot,
+        record.num_hits,
+        record.order,
+        record.written_at_unix,
+    )
+    return head + record.parent + record.checksums.astype("<u8").tobytes()
+
+
+def decode_record(body: bytes) -> Record:
+    """The inverse of `encode_record`. Raises RecordUnreadable."""
+    if len(body) < _HEAD.size or body[0] != FORMAT:
+        raise RecordUnreadable(f"{len(body)} bytes of format {body[:1].hex() or 'none'}, expected {FORMAT}")
+    _, parent_bytes, num_layers, layer_bytes, segment, slot, num_hits, order, written_at = _HEAD.unpack_from(
+        body
+    )
+    checksums_at = _HEAD.size + parent_bytes
+    if not num_layers or not layer_bytes or len(body) != checksums_at + 8 * num_layers:
+        raise RecordUnreadable(f"{len(body)} bytes for {num_layers} layers of {layer_bytes} bytes")
+    return Record(
+        segment,
+        slot,
+        num_layers,
+        layer_bytes,
+        body[_HEAD.size : checksums_at],
+        order,
+        written_at,
+        num_hits,
+        np.frombuffer(body, dtype="<u8", offset=checksums_at).astype(np.uint64, copy=False),
+    )
