@@ -1,0 +1,338 @@
+"""Which blocks a store holds, in which of its two tiers, as a forest of chains. Pure; millions of blocks.
+
+A block is a number, its *node*; what is known of it lies in arrays under that number. A child never
+outlives its parent: blocks go from the ends of chains, and a block that is lost takes its subtree along. One
+whose parent is unknown here (it lies in another store, or comes later) is a root, and is joined to the parent
+when that comes.
+
+Leases keep a block findable for a time; readers keep it, and its memory, until they end.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from libs.kv.eviction import EvictionKind, EvictionOrder
+from libs.kv.names import NAME_BYTES
+
+MEMORY: Final = 1
+DISK: Final = 2
+TIERS: Final = (MEMORY, DISK)
+NO_NODE: Final = -1
+NO_SLOT: Final = -1
+
+Nodes = NDArray[np.int64]
+
+
+class TreeFull(Exception):
+    """As many blocks as the tree has numbers for."""
+
+
+class BlockTree:
+    """`capacity` numbers; their arrays take memory only where they are used."""
+
+    def __init__(self, capacity: int, eviction: EvictionKind = "lru") -> None:
+        self.capacity = capacity
+        # Shards grow one at a time: a single table of millions would stop the world each time it doubles.
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
+        self._names = np.zeros((capacity, NAME_BYTES), dtype=np.uint8)
+        self._order = {tier: EvictionOrder(eviction, capacity) for tier in TIERS}
+        # Links are node + 1, so that untouched memory means none.
+        self._parent, self._first_child, self._next, self._previous = (
+            np.zeros(capacity, dtype=np.int32) for _ in range(4)
+        )
+        self._orphans: dict[bytes, int] = {}
+        """By the name of a parent that is not here: the first of its children."""
+        self._awaits: dict[int, bytes] = {}
+        self.num_children = np.zeros(capacity, dtype=np.int32)
+        """In any tier."""
+        self.num_readers = np.zeros(capacity, dtype=np.int32)
+        self.num_hits = np.zeros(capacity, dtype=np.int32)
+        self.leased_until = np.zeros(capacity, dtype=np.float64)
+        self.last_use = np.zeros(capacity, dtype=np.float64)
+        self.slot = np.zeros(capacity, dtype=np.int64)
+        """Where it lies in memory, `NO_SLOT` where it does not."""
+        self.shape = np.zeros(capacity, dtype=np.int16)
+        """The holder's number for its layers and their bytes."""
+        self.group = np.zeros(capacity, dtype=np.int32)
+        """See libs.kv.group_ttl."""
+        self._is_doomed = np.zeros(capacity, dtype=np.bool_)
+        self._free: list[int] = []
+        self.num_nodes = 0
+        """Numbers given out so far, free ones among them."""
+        self._num_held = 0
+
+    # What is here
+
+    def __len__(self) -> int:
+        return self._num_held
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._shards[name[0]]
+
+    def node_of(self, name: bytes) -> int:
+        """Its number; NO_NODE where it is not held."""
+        return self._shards[name[0]].get(name, NO_NODE)
+
+    def longest_prefix(self, names: Sequence[bytes]) -> list[int]:
+        """The first blocks of `names`, as far as they are held in any tier."""
+        shards, nodes = self._shards, list[int]()
+        append = nodes.append
+        for name in names:
+            node = shards[name[0]].get(name)
+            if node is None:
+                break
+            append(node)
+        return nodes
+
+    def name_of(self, node: int) -> bytes:
+        """The inverse of `node_of`."""
+        return bytes(self._names[node].data)
+
+    def names_of(self, nodes: "Sequence[int] | Nodes") -> list[bytes]:
+        """The same for many."""
+        joined = self._names[np.asarray(nodes, dtype=np.int64)].tobytes()
+        return [joined[at : at + NAME_BYTES] for at in range(0, len(joined), NAME_BYTES)]
+
+    def parent_of(self, node: int) -> int:
+        """NO_NODE for a root."""
+        return int(self._parent[node]) - 1
+
+    def is_in(self, node: int, tier: int) -> bool:
+        """Whether the block lies in this tier."""
+        return bool(self._order[tier].is_member[node])
+
+    def are_in(self, nodes: Nodes, tier: int) -> NDArray[np.bool_]:
+        """The same for many."""
+        return self._order[tier].is_member[nodes]
+
+    def num_in(self, tier: int) -> int:
+        """Blocks in this tier."""
+        return self._order[tier].num_members
+
+    def members(self, tier: int, piece: int = 4096) -> Iterator[list[bytes]]:
+        """Names of all blocks in a tier, in pieces; the tree may change between them."""
+        start = 0
+        while start < self.num_nodes:
+            stop = min(start + piece, self.num_nodes)
+            is_member = self._order[tier].is_member[start:stop] & ~self._is_doomed[start:stop]
+            if is_member.any():
+                yield self.names_of(np.flatnonzero(is_member) + start)
+            start = stop
+
+    # Coming and using
+
+    def add(self, name: bytes, parent: bytes, tier: int, now: float) -> int:
+        """Hold a block in a tier, new or from another tier. `parent` b"" starts a chain. Raises TreeFull."""
+        node = self.node_of(name)
+        if node == NO_NODE:
+            node = self._make(name, now)
+            self._join(node, name, parent)
+        order = self._order[tier]
+        if not order.is_member[node]:
+            order.add(node, self.parent_of(node), int(self.num_hits[node]))
+        return node
+
+    def touch(self, nodes: "Sequence[int] | Nodes", now: float, *, is_hit: bool = True) -> None:
+        """They were used."""
+        numbers = np.asarray(nodes, dtype=np.int64)
+        if is_hit:
+            self.num_hits[numbers] += 1
+        self.last_use[numbers] = now
+        hits = self.num_hits[numbers]
+        for order in self._order.values():
+            order.touch(numbers, hits)
+
+    def lease(self, nodes: "Sequence[int] | Nodes", until: float) -> None:
+        """Keep them findable until then, at least."""
+        numbers = np.asarray(nodes, dtype=np.int64)
+        self.leased_until[numbers] = np.maximum(self.leased_until[numbers], until)
+
+    def begin_reading(self, nodes: "Sequence[int] | Nodes") -> None:
+        """Keep them and their memory until `end_reading` with the same nodes."""
+        np.add.at(self.num_readers, np.asarray(nodes, dtype=np.int64), 1)
+
+    def end_reading(self, nodes: "Sequence[int] | Nodes") -> list[int]:
+        """The inverse. Returns lost blocks that were kept for their readers only: `forget` each."""
+        numbers = np.asarray(nodes, dtype=np.int64)
+        np.subtract.at(self.num_readers, numbers, 1)
+        ended = numbers[self._is_doomed[numbers] & (self.num_readers[numbers] == 0)]
+        return list(dict.fromkeys(ended.tolist()))
+
+    # Going
+
+    def can_drop(self, node: int, tier: int, now: float, *, spares_leased: bool = True) -> bool:
+        """Whether it may leave this tier: nobody reads it, and where it lies nowhere else it has no lease and
+        no children. `spares_leased`: a leased block stays even where another tier holds it, too."""
+        return self._may_go(node, tier, now, spares_leased) and (
+            self._is_elsewhere(node, tier) or not self.num_children[node]
+        )
+
+    def plan_drops(
+        self,
+        tier: int,
+        num_wanted: int,
+        now: float,
+        *,
+        spared: Collection[int] = (),
+        spares_leased: bool = True,
+    ) -> list[int]:
+        """The blocks to drop from this tier, in order, so that `can_drop` holds for each in its turn; fewer
+        where too few may go. `spared` stay."""
+        num_gone: dict[int, int] = {}
+
+        def may_go(node: int) -> bool:
+            if node in spared or not self._may_go(node, tier, now, spares_leased):
+                return False
+            if self._is_elsewhere(node, tier):
+                return True
+            if self.num_children[node] > num_gone.get(node, 0):
+                return False
+            parent = self.parent_of(node)
+            num_gone[parent] = num_gone.get(parent, 0) + 1
+            return True
+
+        return self._order[tier].plan(num_wanted, may_go, self.parent_of)
+
+    def drop(self, node: int, tier: int, *, for_room: bool = True) -> bool:
+        """Take it out of a tier. True: it lies nowhere now, and its number is free."""
+        self._order[tier].remove(node, self.parent_of(node), for_room=for_room)
+        if any(order.is_member[node] for order in self._order.values()):
+            return False
+        self._unname(node)
+        self._release(node)
+        return True
+
+    def doom(self, node: int) -> list[int]:
+        """It is lost, and its subtree with it: none can be found from now on. Returns those that nobody
+        reads, children first: `forget` each. The others come from `end_reading`."""
+        subtree = list(self._subtree(node))[::-1]
+        for each in subtree:
+            self._unname(each)
+            self._is_doomed[each] = True
+        return [each for each in subtree if not self.num_readers[each]]
+
+    def forget(self, node: int) -> None:
+        """Free a doomed block's number. Read what is wanted of it before."""
+        for order in self._order.values():
+            if order.is_member[node]:
+                order.remove(node, self.parent_of(node), for_room=False)
+        self._is_doomed[node] = False
+        self._release(node)
+
+    # Inside
+
+    def _make(self, name: bytes, now: float) -> int:
+        if self._free:
+            node = self._free.pop()
+        elif self.num_nodes < self.capacity:
+            node = self.num_nodes
+            self.num_nodes += 1
+        else:
+            raise TreeFull(f"{self.capacity} blocks are held already")
+        self._shards[name[0]][name] = node
+        self._names[node] = np.frombuffer(name, dtype=np.uint8)
+        self.slot[node], self.group[node] = NO_SLOT, -1
+        self.num_hits[node], self.leased_until[node], self.last_use[node] = 0, 0.0, now
+        self._num_held += 1
+        return node
+
+    def _may_go(self, node: int, tier: int, now: float, spares_leased: bool) -> bool:
+        if self.num_readers[node] or self._is_doomed[node]:
+            return False
+        must_lie_somewhere = spares_leased or not self._is_elsewhere(node, tier)
+        return not (must_lie_somewhere and self.leased_until[node] > now)
+
+    def _is_elsewhere(self, node: int, tier: int) -> bool:
+        return bool(self._order[MEMORY + DISK - tier].is_member[node])
+
+    def _join(self, node: int, name: bytes, parent_name: bytes) -> None:
+        """Link a new node to its parent, or let it wait for one; then to children that waited for it."""
+        parent = self.node_of(parent_name) if parent_name else NO_NODE
+        if parent not in (NO_NODE, node):
+            self._link(node, parent)
+        elif parent == NO_NODE and parent_name:
+            self._awaits[node] = parent_name
+            self._push(node, self._orphans.get(parent_name, 0))
+            self._orphans[parent_name] = node + 1
+        waiting = self._orphans.pop(name, 0)
+        root = self._root_of(node) if waiting else node
+        while waiting:
+            child, waiting = waiting - 1, int(self._next[waiting - 1])
+            self._next[child] = self._previous[child] = 0
+            del self._awaits[child]
+            if child != root:  # or else somebody named its own descendant as its parent
+                self._link(child, node)
+
+    def _link(self, child: int, parent: int) -> None:
+        self._parent[child] = parent + 1
+        self._push(child, int(self._first_child[parent]))
+        self._first_child[parent] = child + 1
+        self.num_children[parent] += 1
+        for order in self._order.values():
+            if order.is_member[child]:
+                order.link(parent)
+
+    def _push(self, node: int, head: int) -> None:
+        self._next[node], self._previous[node] = head, 0
+        if head:
+            self._previous[head - 1] = node + 1
+
+    def _root_of(self, node: int) -> int:
+        while (parent := self.parent_of(node)) != NO_NODE:
+            node = parent
+        return node
+
+    def _subtree(self, top: int) -> Iterator[int]:
+        """Parents before children."""
+        waiting = [top]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            child = int(self._first_child[node])
+            while child:
+                waiting.append(child - 1)
+                child = int(self._next[child - 1])
+
+    def _unname(self, node: int) -> None:
+        name = self.name_of(node)
+        shard = self._shards[name[0]]
+        if shard.get(name) == node:
+            del shard[name]
+            self._num_held -= 1
+
+    def _release(self, node: int) -> None:
+        for child in list(self._children(node)):
+            # Only lost blocks that are still read outlive their parents.
+            self._parent[child] = self._next[child] = self._previous[child] = 0
+        self._unlink(node)
+        self._first_child[node] = self.num_children[node] = 0
+        for order in self._order.values():
+            order.num_children[node] = 0
+        self._free.append(node)
+
+    def _children(self, node: int) -> Iterator[int]:
+        child = int(self._first_child[node])
+        while child:
+            following = int(self._next[child - 1])
+            yield child - 1
+            child = following
+
+    def _unlink(self, node: int) -> None:
+        following, previous = int(self._next[node]), int(self._previous[node])
+        parent, awaited = self.parent_of(node), self._awaits.pop(node, None)
+        if following:
+            self._previous[following - 1] = previous
+        if previous:
+            self._next[previous - 1] = following
+        elif parent != NO_NODE:
+            self._first_child[parent] = following
+        elif awaited is not None and following:
+            self._orphans[awaited] = following
+        elif awaited is not None:
+            del self._orphans[awaited]
+        if parent != NO_NODE:
+            self.num_children[parent] -= 1
+        self._parent[node] = self._next[node] = self._previous[node] = 0
