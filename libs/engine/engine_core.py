@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rowwise
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import msgspec
 import structlog
@@ -21,14 +20,14 @@ from libs.engine.attention import fitting_attention
 from libs.engine.errors import BadBlocks
 from libs.engine.hand_over import HandOverBudget
 from libs.engine.ledger import Ledger
-from libs.engine.loading import LoadingStep
-from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, TokenOutput
+from libs.engine.loading import LoadingStep, LoadingSteps
+from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, StepOutput, TokenOutput
 from libs.engine.placement import Placement, all_home, check_placement
 from libs.engine.pool import BlockLayout, Pool
 from libs.engine.ragged import RaggedBatch, Span, ragged_batch
-from libs.engine.runner import HandOver, Runner
+from libs.engine.runner import Runner, leaving
 from libs.engine.sampler import NOT_FINITE, Sampled, sample
-from libs.engine.scheduler import Chunk, Limits, Schedule, loading_chunk, schedule
+from libs.engine.scheduler import Chunk, Limits, Schedule, schedule
 from libs.engine.sequence import Sequence, SequenceState
 from libs.engine.settings import EngineSettings, pool_blocks
 from libs.model.model import Model
@@ -36,22 +35,6 @@ from libs.request.generation import Generation
 from libs.request.outcome import FailureReason
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass
-class StepOutput:
-    """What one step gave. `num_tokens` went through the model; `is_idle`: nothing to do until a command.
-
-    `stored` and `removed` are names of blocks that can be found now and could not before, and the reverse.
-    """
-
-    tokens: list[TokenOutput] = field(default_factory=list)
-    prompts_done: list[TokenOutput] = field(default_factory=list)
-    failed: list[SequenceFailed] = field(default_factory=list)
-    stored: list[bytes] = field(default_factory=list)
-    removed: list[bytes] = field(default_factory=list)
-    num_tokens: int = 0
-    is_idle: bool = False
 
 
 def _ignore_layers(outputs: list[LayerOutput]) -> None:
@@ -100,7 +83,6 @@ class EngineCore:
         )
         self.budget = HandOverBudget(settings.hand_over_bytes, layout.block_bytes)
         self._clock = clock
-        self._loading_steps: dict[Sequence, LoadingStep] = {}
         self._has_just_loaded = False
         self.prefill = PrefillEstimator()
         self._has_measured = False
@@ -113,6 +95,7 @@ class EngineCore:
             on_layers=self._layers_done,
             between_layers=between_layers,
         )
+        self._loading = LoadingSteps(self.ledger, self._runner)
 
     def reserve(self, generation: Generation, sequence_id: str, *, whole_prompt: bool) -> Reservation | None:
         """See `Engine.reserve`."""
@@ -147,7 +130,7 @@ class EngineCore:
             with torch.inference_mode():
                 kv[ids] = blocks[start - first_block :].to(kv.device)
             arrivals.add(layer, start, end)
-        if sequence.is_loading and arrivals.are_complete and sequence not in self._loading_steps:
+        if sequence.is_loading and arrivals.are_complete and not self._loading.has_begun(sequence):
             self.ledger.loaded(sequence)
         return True
 
@@ -228,6 +211,7 @@ class EngineCore:
         An error inside fails the sequences of this step, and no other.
         """
         output = StepOutput(failed=self.expire())
+        self._loading.forget_ended()
         self._has_just_loaded = not self._has_just_loaded and self._step_loading(output)
         if not self._has_just_loaded:
             self._step_together(output)
@@ -253,12 +237,11 @@ class EngineCore:
 
     def _step_loading(self, output: StepOutput) -> bool:
         """Takes the oldest loading sequence that can go on as far as it can; False where none can."""
-        self._loading_steps = {one: step for one, step in self._loading_steps.items() if one.is_loading}
         for sequence in self.ledger.by_age:
             if not sequence.is_loading:
                 continue
             with self._failing([sequence], output):
-                step = self._loading_steps.get(sequence) or self._begin_loading(sequence)
+                step = self._loading.step_of(sequence, self._limits(), self._clock())
                 if step is None or not step.can_advance:
                     continue
                 if step.advance():
@@ -266,27 +249,9 @@ class EngineCore:
             return True
         return False
 
-    def _begin_loading(self, sequence: Sequence) -> LoadingStep | None:
-        arrivals = self.ledger.arrivals(sequence)
-        if not arrivals.is_whole(self._runner.first_layer):
-            return None
-        chunk = loading_chunk(sequence, self._limits())
-        if chunk is None:
-            return None
-        span = self.ledger.place(chunk, self._clock())
-        leaving = [_leaving(chunk)] if chunk.num_handed_blocks else []
-        if span.end > span.first:
-            batch = ragged_batch(self.ledger.rows, [], [span], self.settings.block_size)
-            layers = self._runner.layerwise(batch, leaving)
-        else:
-            batch, layers = None, self._runner.copy_out_layerwise(leaving)
-        step = self._loading_steps[sequence] = LoadingStep(chunk, span, batch, layers, arrivals)
-        return step
-
     def _end_loading(self, step: LoadingStep, output: StepOutput) -> None:
         began = time.perf_counter()
-        del self._loading_steps[step.span.sequence]
-        self.ledger.loaded(step.span.sequence)
+        self._loading.end(step)
         if step.batch is not None:
             output.num_tokens = len(step.batch.token_ids)
         self._commit([], [step.chunk], [step.span], step.batch, step.logits, output)
@@ -316,18 +281,17 @@ class EngineCore:
             output.failed += [self._fail(sequence, FailureReason.INTERNAL, detail) for sequence in live]
 
     def _limits(self) -> Limits:
-        num_leaving = sum(step.chunk.num_handed_blocks for step in self._loading_steps.values())
         return Limits(
             block_size=self.settings.block_size,
             max_num_seqs=self.settings.num_step_seqs,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
             num_free_blocks=self.ledger.allocator.num_free,
-            num_hand_over_blocks=max(0, self.budget.num_blocks - num_leaving),
+            num_hand_over_blocks=max(0, self.budget.num_blocks - self._loading.num_leaving_blocks),
         )
 
     def _run(self, plan: Schedule[Sequence], spans: list[Span], output: StepOutput) -> None:
         full = [span for span in spans if span.end > span.first]
-        hand_overs = [_leaving(chunk) for chunk in plan.chunks if chunk.num_handed_blocks]
+        hand_overs = leaving(plan.chunks)
         batch: RaggedBatch | None = None
         logits: torch.Tensor | None = None
         if plan.decodes or full:
@@ -391,9 +355,3 @@ class EngineCore:
     def _fail(self, sequence: Sequence, reason: FailureReason, detail: str) -> SequenceFailed:
         self.ledger.end(sequence)
         return SequenceFailed(sequence.id, reason, detail)
-
-
-def _leaving(chunk: Chunk[Sequence]) -> HandOver:
-    first = chunk.sequence.num_handed_blocks
-    blocks = chunk.sequence.blocks[first : first + chunk.num_handed_blocks]
-    return HandOver(chunk.sequence.id, first, blocks)

@@ -33,8 +33,8 @@ class Command:
     act: Callable[[EngineCore], Any]
     answer: asyncio.Future[Any] | None = None
     between_layers: bool = False
-    """A write into blocks that await it: harmless while a step runs, which may be long, and before any command
-    that waits, since the caller has had the answer to what the write needs."""
+    """A write into blocks that await it: harmless while a step runs, which may be long, and ahead of other
+    commands, since what the write needs was answered before."""
     is_abort_of: str = ""
 
 

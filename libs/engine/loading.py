@@ -5,17 +5,15 @@ stopped once its next layer is whole. So nothing can hang on writes that never c
 """
 
 import time
-from collections.abc import Generator
 
 import torch
 
 from libs.engine.arrivals import Arrivals
-from libs.engine.ragged import RaggedBatch, Span
-from libs.engine.scheduler import Chunk
+from libs.engine.ledger import Ledger
+from libs.engine.ragged import RaggedBatch, Span, ragged_batch
+from libs.engine.runner import Layerwise, Runner, leaving
+from libs.engine.scheduler import Chunk, Limits, loading_chunk
 from libs.engine.sequence import Sequence
-
-Layerwise = Generator[int, None, torch.Tensor | None]
-"""Yields each layer before the layer's KV is touched; returns the logits."""
 
 
 class LoadingStep:
@@ -52,3 +50,47 @@ class LoadingStep:
         finally:
             self.busy_seconds += time.perf_counter() - began
         return False
+
+
+class LoadingSteps:
+    """Steps of loading sequences that have begun and are not over, at most one for each."""
+
+    def __init__(self, ledger: Ledger, runner: Runner) -> None:
+        self._ledger, self._runner = ledger, runner
+        self._steps: dict[Sequence, LoadingStep] = {}
+
+    def has_begun(self, sequence: Sequence) -> bool:
+        """Whether a step of it is under way."""
+        return sequence in self._steps
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Blocks that steps under way hand over, or did already in some layers."""
+        return sum(step.chunk.num_handed_blocks for step in self._steps.values())
+
+    def step_of(self, sequence: Sequence, limits: Limits, now: float) -> LoadingStep | None:
+        """The step of a loading sequence; begins one where the first layer is whole and `limits` allow it."""
+        if sequence in self._steps:
+            return self._steps[sequence]
+        arrivals = self._ledger.arrivals(sequence)
+        chunk = loading_chunk(sequence, limits) if arrivals.is_whole(self._runner.first_layer) else None
+        if chunk is None:
+            return None
+        span = self._ledger.place(chunk, now)
+        batch: RaggedBatch | None = None
+        if span.end > span.first:
+            batch = ragged_batch(self._ledger.rows, [], [span], limits.block_size)
+            layers = self._runner.layerwise(batch, leaving([chunk]))
+        else:
+            layers = self._runner.copy_out_layerwise(leaving([chunk]))
+        step = self._steps[sequence] = LoadingStep(chunk, span, batch, layers, arrivals)
+        return step
+
+    def forget_ended(self) -> None:
+        """Drops steps of sequences that were aborted, failed or preempted."""
+        self._steps = {one: step for one, step in self._steps.items() if one.is_loading}
+
+    def end(self, step: LoadingStep) -> None:
+        """The step is over, so all KV has come."""
+        del self._steps[step.span.sequence]
+        self._ledger.loaded(step.span.sequence)

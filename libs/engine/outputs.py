@@ -1,7 +1,7 @@
 """What the engine hands out. Structs where there is one per token: dataclasses are made much more slowly."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -46,6 +46,22 @@ class SequenceFailed(msgspec.Struct, frozen=True):
     sequence_id: str
     reason: FailureReason
     detail: str
+
+
+@dataclass
+class StepOutput:
+    """What one step gave. `num_tokens` went through the model; `is_idle`: nothing to do until a command.
+
+    `stored` and `removed` are names of blocks that can be found now and could not before, and the reverse.
+    """
+
+    tokens: list[TokenOutput] = field(default_factory=list)
+    prompts_done: list[TokenOutput] = field(default_factory=list)
+    failed: list[SequenceFailed] = field(default_factory=list)
+    stored: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+    num_tokens: int = 0
+    is_idle: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Runs one step through the layers, in the order that the placement gives."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable
+from collections.abc import Sequence as Rowwise
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,12 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.paged_attention.contract import AttentionBatch, PagedAttention
-from libs.engine.loading import Layerwise
 from libs.engine.outputs import LayerOutput
 from libs.engine.placement import Placement
 from libs.engine.pool import Pool
 from libs.engine.ragged import RaggedBatch
+from libs.engine.scheduler import Chunk
+from libs.engine.sequence import Sequence
 from libs.model.model import Model
+
+Layerwise = Generator[int, None, torch.Tensor | None]
+"""A step that yields each layer before it touches the layer's KV; returns the logits."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Runner:
         """Takes the pool's views anew, as after a change of its layout."""
         self._kv = [self.pool.layer(layer) for layer in self._layers]
 
-    def run(self, batch: RaggedBatch, hand_overs: Sequence[HandOver]) -> torch.Tensor | None:
+    def run(self, batch: RaggedBatch, hand_overs: Rowwise[HandOver]) -> torch.Tensor | None:
         """float32 logits `[N, vocab]` of the rows that want them, None where none does.
 
         Writes KV of all tokens into the pool. `on_layers` hears the hand-overs after each layer's KV is
@@ -71,7 +76,7 @@ class Runner:
                 logits: torch.Tensor | None = end.value
                 return logits
 
-    def layerwise(self, batch: RaggedBatch, hand_overs: Sequence[HandOver]) -> Layerwise:
+    def layerwise(self, batch: RaggedBatch, hand_overs: Rowwise[HandOver]) -> Layerwise:
         """The same, stopping before each layer's KV is read or written."""
         model, device = self.model, self.model.device
         hidden = model.embed(_tensor(batch.token_ids, device))
@@ -102,12 +107,12 @@ class Runner:
             self.between_layers()
         return model.logits(hidden)
 
-    def copy_out(self, hand_overs: Sequence[HandOver]) -> None:
+    def copy_out(self, hand_overs: Rowwise[HandOver]) -> None:
         """Hands over blocks whose KV was found, not computed."""
         for _ in self.copy_out_layerwise(hand_overs):
             pass
 
-    def copy_out_layerwise(self, hand_overs: Sequence[HandOver]) -> Layerwise:
+    def copy_out_layerwise(self, hand_overs: Rowwise[HandOver]) -> Layerwise:
         """The same, stopping before each layer is copied."""
         leaving = self._leaving(hand_overs)
         for layer, kv in zip(self._layers, self._kv, strict=True):
@@ -115,7 +120,7 @@ class Runner:
             self._hand_over(layer, kv, leaving)
         return None
 
-    def _leaving(self, hand_overs: Sequence[HandOver]) -> list[tuple[HandOver, torch.Tensor]]:
+    def _leaving(self, hand_overs: Rowwise[HandOver]) -> list[tuple[HandOver, torch.Tensor]]:
         device = self.model.device
         return [(one, torch.tensor(one.blocks, dtype=torch.int64).to(device)) for one in hand_overs]
 
@@ -126,6 +131,16 @@ class Runner:
                 for one, blocks in leaving
             ]
         )
+
+
+def leaving(chunks: Iterable[Chunk[Sequence]]) -> list[HandOver]:
+    """What chunks that are placed hand over."""
+    return [
+        HandOver(one.sequence.id, first, one.sequence.blocks[first : first + one.num_handed_blocks])
+        for one in chunks
+        if one.num_handed_blocks
+        for first in [one.sequence.num_handed_blocks]
+    ]
 
 
 def _tensor(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:

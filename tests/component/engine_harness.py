@@ -1,12 +1,19 @@
-"""A tiny model, an engine on it, and the tokens that must come out, for the tests of the engine's core."""
+"""A tiny model, engines on it, who hears them, and the tokens that must come out, for the engine's tests."""
 
+import asyncio
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
 
 import torch
 
-from libs.engine.engine_core import EngineCore, StepOutput
-from libs.engine.outputs import TokenOutput
+from kernels.paged_attention.contract import AttentionBatch
+from kernels.paged_attention.reference import ReferenceAttention
+from libs.engine.engine import Engine
+from libs.engine.engine_core import EngineCore
+from libs.engine.outputs import LayerOutput, SequenceFailed, StepOutput, TokenOutput
 from libs.engine.settings import EngineSettings
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
@@ -29,10 +36,14 @@ CONFIG = ModelConfig(
     eos_token_ids=(0,),
 )
 SIZE = 4
+BLOCK_SHAPE = (CONFIG.num_kv_heads, 2, SIZE, CONFIG.head_dim)
+BLOCK_BYTES = CONFIG.num_layers * math.prod(BLOCK_SHAPE) * 4
+WAIT_SECONDS = 30.0
 
 
+@cache
 def tiny_model() -> Model:
-    """Random weights, float32; the same at every call."""
+    """Random weights, float32."""
     torch.set_num_threads(1)  # tiny products: threads would only wait for each other
     return random_model(CONFIG, seed=4, dtype=torch.float32)
 
@@ -84,7 +95,7 @@ def drain(
     raise AssertionError("the engine does not come to rest")
 
 
-def ids(tokens: list[TokenOutput]) -> list[int]:
+def ids(tokens: Sequence[TokenOutput]) -> list[int]:
     return [token.token_id for token in tokens]
 
 
@@ -93,6 +104,15 @@ def alone(model: Model, asked: Generation) -> list[int]:
     core = engine(model, max_num_batched_tokens=512, prefix_cache=False)
     begin(core, asked)
     return ids(drain(core)[asked.request_id])
+
+
+def kv_of(model: Model, prompt: list[int]) -> torch.Tensor:
+    """KV of all blocks of a prompt, `[num_layers, n, *BLOCK_SHAPE]`; of the last one, what is filled."""
+    outputs: list[LayerOutput] = []
+    core = engine(model, on_layers=outputs.extend, max_num_batched_tokens=512)
+    begin(core, generation(prompt), hand_over=True)
+    drain(core)
+    return torch.stack([output.blocks for output in outputs])
 
 
 def dense(model: Model, prompt: list[int], num_tokens: int) -> list[int]:
@@ -118,3 +138,93 @@ def check_baseline(core: EngineCore) -> None:
     assert not ledger.sequences
     assert not ledger.by_age
     assert ledger.rows.num_taken == 0
+    assert core.budget.out_bytes == 0
+
+
+def check_books(core: EngineCore) -> None:
+    """Blocks, rows and ages fit the sequences that live."""
+    ledger = core.ledger
+    sequences = ledger.sequences.values()
+    assert ledger.allocator.num_used == len({block for one in sequences for block in one.blocks})
+    num_begun = sum(one.is_begun for one in sequences)
+    assert ledger.rows.num_taken == len(ledger.by_age) == num_begun
+    assert [one.arrival for one in ledger.by_age] == sorted(one.arrival for one in ledger.by_age)
+
+
+class Listener:
+    """Keeps what it hears; `until` waits for more."""
+
+    def __init__(self) -> None:
+        self.steps: list[Sequence[TokenOutput]] = []
+        self.layers: list[LayerOutput] = []
+        self.prompts: list[TokenOutput] = []
+        self.failed: list[SequenceFailed] = []
+        self.held_names: set[bytes] = set()
+        self.heard = asyncio.Event()
+        self.threads: set[int] = set()
+
+    def on_tokens(self, tokens: Sequence[TokenOutput]) -> None:
+        self.steps.append(tokens)
+        self._note()
+
+    def on_layer(self, output: LayerOutput) -> None:
+        self.layers.append(output)
+        self._note()
+
+    def on_prompt_done(self, output: TokenOutput) -> None:
+        self.prompts.append(output)
+        self._note()
+
+    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        assert not self.held_names.intersection(stored)
+        assert self.held_names.issuperset(removed)
+        self.held_names = (self.held_names | set(stored)) - set(removed)
+        self._note()
+
+    def on_failed(self, failure: SequenceFailed) -> None:
+        self.failed.append(failure)
+        self._note()
+
+    def _note(self) -> None:
+        self.threads.add(threading.get_ident())
+        self.heard.set()
+
+    def ids(self, name: str) -> list[int]:
+        return ids([token for step in self.steps for token in step if token.sequence_id == name])
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not condition():
+                self.heard.clear()
+                await self.heard.wait()
+
+
+class GatedAttention(ReferenceAttention):
+    """Stops before each layer until `gate` is open; `arrived` tells that a layer waits there."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.arrived = threading.Event()
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, scale: float) -> torch.Tensor:
+        self.arrived.set()
+        if not self.gate.wait(WAIT_SECONDS):
+            raise TimeoutError("nobody opened the gate")
+        return super().attend(q, kv, batch, scale)
+
+
+@asynccontextmanager
+async def opened(model: Model, listener: Listener, **options: object) -> AsyncIterator[Engine]:
+    """An engine of 120 blocks, closed at the end."""
+    sizes = EngineSettings(max_model_len=400, num_blocks=120, block_size=SIZE, max_num_batched_tokens=64)
+    opening = Engine(model, sizes, listener, **options)  # type: ignore[arg-type]  # options as Engine names them
+    await opening.start()
+    try:
+        yield opening
+    finally:
+        await opening.close()
+
+
+async def reserve_and_begin(engine: Engine, asked: Generation, *, hand_over: bool = False) -> None:
+    assert await engine.reserve(asked, whole_prompt=True) is not None
+    await engine.begin(asked.request_id, num_computed_tokens=0, hand_over=hand_over)

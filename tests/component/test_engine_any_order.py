@@ -1,79 +1,51 @@
 """A prefill and a decode engine, and all operations in any order: nothing leaks, every token is right."""
 
-import math
 from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
 import torch
+from engine_harness import (
+    BLOCK_BYTES,
+    BLOCK_SHAPE,
+    alone,
+    check_baseline,
+    check_books,
+    engine,
+    prompt_of,
+    tiny_model,
+)
+from engine_harness import generation as asking
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from libs.engine.engine_core import EngineCore, StepOutput
 from libs.engine.errors import UnknownSequence, WrongState
-from libs.engine.outputs import LayerOutput, TokenOutput
-from libs.engine.settings import EngineSettings
-from libs.model.config import Architecture, ModelConfig
-from libs.model.model import Model
-from libs.model.random_model import random_model
-from libs.request.generation import Generation, pack_token_ids
-from libs.request.sampling import SamplingParams
+from libs.engine.outputs import LayerOutput, StepOutput, TokenOutput
+from libs.request.generation import Generation
 
-SIZE = 4
-CONFIG = ModelConfig(
-    architecture=Architecture.LLAMA,
-    num_layers=2,
-    hidden_size=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    intermediate_size=16,
-    vocab_size=30,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    max_position_embeddings=128,
-    eos_token_ids=(0,),
-)
-
-
-@cache
-def model() -> Model:
-    torch.set_num_threads(1)
-    return random_model(CONFIG, seed=2, dtype=torch.float32)
-
-
-def engine(
-    num_blocks: int, outputs: list[LayerOutput] | None = None, num_batched_tokens: int = 10
-) -> EngineCore:
-    sizes = EngineSettings(
-        max_model_len=40,
-        num_blocks=num_blocks,
-        block_size=SIZE,
-        max_num_seqs=4,
-        max_num_batched_tokens=num_batched_tokens,
-        hand_over_bytes=3 * 2 * 2 * SIZE * 8 * 4,
-    )
-    return EngineCore(model(), sizes, on_layers=(outputs if outputs is not None else []).extend)
+SIZES = {
+    "max_model_len": 40,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 10,
+    "hand_over_bytes": 3 * BLOCK_BYTES,
+}
 
 
 def generation(name: str, length: int, kind: int, temperature: float, max_tokens: int) -> Generation:
-    prompt = [(3 + place * (kind + 1)) % 29 + 1 for place in range(length)]
-    sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, frequency_penalty=temperature / 2
+    return asking(
+        prompt_of(length, kind),
+        name,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        frequency_penalty=temperature / 2,
+        ignore_eos=False,
     )
-    return Generation(name, pack_token_ids(prompt), length, sampling, "g", math.inf)
 
 
 @cache
 def expected(length: int, kind: int, temperature: float, max_tokens: int) -> list[int]:
-    core = engine(20, num_batched_tokens=64)
-    assert core.reserve(generation("r", length, kind, temperature, max_tokens), "r", whole_prompt=True)
-    core.begin("r", num_computed_tokens=0)
-    tokens: list[int] = []
-    while not (step := core.step()).is_idle:
-        tokens += [token.token_id for token in step.tokens]
-    return tokens
+    return alone(tiny_model(), generation("r", length, kind, temperature, max_tokens))
 
 
 @dataclass
@@ -97,8 +69,8 @@ class EnginesMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.outputs: list[LayerOutput] = []
-        self.prefill = engine(12, self.outputs)
-        self.decode = engine(14)
+        self.prefill = engine(tiny_model(), num_blocks=12, on_layers=self.outputs.extend, **SIZES)
+        self.decode = engine(tiny_model(), num_blocks=14, **SIZES)
         self.requests: dict[str, Request] = {}
         self.num_arrived = 0
 
@@ -197,7 +169,7 @@ class EnginesMachine(RuleBasedStateMachine):
             return
         used = self.decode.ledger.allocator.num_used
         if act == "write":
-            assert not self.decode.write_blocks(request.name, 0, 0, torch.zeros(1, 1, 2, SIZE, 8))
+            assert not self.decode.write_blocks(request.name, 0, 0, torch.zeros(1, *BLOCK_SHAPE))
         else:
             with pytest.raises(UnknownSequence if request.is_over else WrongState):
                 self.ask(act, request)
@@ -220,16 +192,7 @@ class EnginesMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_in_use_are_those_of_live_sequences(self) -> None:
         for core in (self.prefill, self.decode):
-            ledger = core.ledger
-            held = {block for one in ledger.sequences.values() for block in one.blocks}
-            assert ledger.allocator.num_used == len(held)
-            assert (
-                ledger.rows.num_taken
-                == len(ledger.by_age)
-                == sum(one.is_begun for one in ledger.sequences.values())
-            )
-            ages = [one.arrival for one in ledger.by_age]
-            assert ages == sorted(ages)
+            check_books(core)
         assert set(self.decode.ledger.sequences) == {request.name for request in self.live()}
         assert sum(output.blocks.nbytes for output in self.outputs) == self.prefill.budget.out_bytes
 
@@ -258,10 +221,7 @@ class EnginesMachine(RuleBasedStateMachine):
         while self.outputs:
             self.prefill.budget.release(self.outputs.pop())
         for core in (self.prefill, self.decode):
-            assert core.ledger.allocator.num_used == 0
-            assert core.ledger.rows.num_taken == 0
-            assert core.budget.out_bytes == 0
-            assert not core.ledger.sequences
+            check_baseline(core)
 
 
 TestEngines = EnginesMachine.TestCase

@@ -20,8 +20,7 @@ from engine_harness import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.engine.engine_core import StepOutput
-from libs.engine.outputs import TokenOutput
+from libs.engine.outputs import StepOutput, TokenOutput
 from libs.model.model import Model
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.outcome import FinishReason

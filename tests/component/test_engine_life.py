@@ -1,138 +1,41 @@
 """The engine on an event loop: its thread, its listener, its end."""
 
 import asyncio
-import math
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 import pytest
 import torch
-
-from kernels.paged_attention.contract import AttentionBatch
-from kernels.paged_attention.reference import ReferenceAttention
-from libs.engine.engine import (
-    Engine,
-    EngineSettings,
-    LayerOutput,
-    SequenceFailed,
-    TokenOutput,
+from engine_harness import (
+    BLOCK_SHAPE,
+    SIZE,
+    WAIT_SECONDS,
+    GatedAttention,
+    Listener,
+    opened,
+    prompt_of,
+    tiny_model,
 )
+from engine_harness import generation as asking
+from engine_harness import reserve_and_begin as begin
+
+from kernels.paged_attention.reference import ReferenceAttention
+from libs.engine.engine import Engine, EngineSettings, TokenOutput
 from libs.engine.engine_core import EngineCore
 from libs.engine.errors import EngineClosed, EngineDied, PromptTooLong, UnknownSequence
 from libs.kv.names import block_names
-from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
-from libs.model.random_model import random_model
-from libs.request.generation import Generation, pack_token_ids
+from libs.request.generation import Generation
 from libs.request.outcome import FailureReason
-from libs.request.sampling import SamplingParams
-
-SIZE = 4
-WAIT_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    config = ModelConfig(
-        architecture=Architecture.LLAMA,
-        num_layers=2,
-        hidden_size=16,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        vocab_size=30,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position_embeddings=512,
-        eos_token_ids=(0,),
-    )
-    return random_model(config, seed=2, dtype=torch.float32)
+    return tiny_model()
 
 
-class Listener:
-    """Keeps what it hears; `until` waits for more."""
-
-    def __init__(self) -> None:
-        self.steps: list[Sequence[TokenOutput]] = []
-        self.layers: list[LayerOutput] = []
-        self.prompts: list[TokenOutput] = []
-        self.failed: list[SequenceFailed] = []
-        self.held_names: set[bytes] = set()
-        self.heard = asyncio.Event()
-        self.threads: set[int] = set()
-
-    def on_tokens(self, tokens: Sequence[TokenOutput]) -> None:
-        self.steps.append(tokens)
-        self._note()
-
-    def on_layer(self, output: LayerOutput) -> None:
-        self.layers.append(output)
-        self._note()
-
-    def on_prompt_done(self, output: TokenOutput) -> None:
-        self.prompts.append(output)
-        self._note()
-
-    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        assert not self.held_names.intersection(stored)
-        assert self.held_names.issuperset(removed)
-        self.held_names = (self.held_names | set(stored)) - set(removed)
-        self._note()
-
-    def on_failed(self, failure: SequenceFailed) -> None:
-        self.failed.append(failure)
-        self._note()
-
-    def _note(self) -> None:
-        self.threads.add(threading.get_ident())
-        self.heard.set()
-
-    def ids(self, name: str) -> list[int]:
-        return [token.token_id for step in self.steps for token in step if token.sequence_id == name]
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(WAIT_SECONDS):
-            while not condition():
-                self.heard.clear()
-                await self.heard.wait()
-
-
-class GatedAttention(ReferenceAttention):
-    """Stops before each layer until `gate` is open; `arrived` tells that a layer waits there."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.arrived = threading.Event()
-
-    def attend(self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, scale: float) -> torch.Tensor:
-        self.arrived.set()
-        if not self.gate.wait(WAIT_SECONDS):
-            raise TimeoutError("nobody opened the gate")
-        return super().attend(q, kv, batch, scale)
-
-
-def generation(name: str, length: int = 10, max_tokens: int = 8, deadline: float = math.inf) -> Generation:
-    prompt = [(3 + place * 2) % 29 + 1 for place in range(length)]
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return Generation(name, pack_token_ids(prompt), length, sampling, "g", deadline)
-
-
-@asynccontextmanager
-async def opened(model: Model, listener: Listener, **options: object) -> AsyncIterator[Engine]:
-    sizes = EngineSettings(max_model_len=400, num_blocks=120, block_size=SIZE, max_num_batched_tokens=64)
-    engine = Engine(model, sizes, listener, **options)  # type: ignore[arg-type]  # options as Engine names them
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-async def begin(engine: Engine, asked: Generation, *, hand_over: bool = False) -> None:
-    assert await engine.reserve(asked, whole_prompt=True) is not None
-    await engine.begin(asked.request_id, num_computed_tokens=0, hand_over=hand_over)
+def generation(name: str, length: int = 10, max_tokens: int = 8, **more: float) -> Generation:
+    return asking(prompt_of(length), name, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
 
 
 async def test_tokens_come_on_the_loop_one_call_per_step_until_the_end(model: Model) -> None:
@@ -172,7 +75,7 @@ async def test_a_prompt_handed_to_another_engine_gives_the_same_tokens(model: Mo
         assert [here.prompts[0].token_id, *there.ids("r")] == alone.ids("r")
         assert decode.num_free_blocks == 120
         names = block_names(list(range(3)), SIZE, model.fingerprint, "")
-        assert (await decode.read_blocks(names)).shape == (0, 2, 1, 2, SIZE, 8)
+        assert (await decode.read_blocks(names)).shape == (0, 2, *BLOCK_SHAPE)
 
 
 async def test_an_aborted_sequence_is_not_heard_of_again(model: Model) -> None:
@@ -216,7 +119,7 @@ async def test_kv_is_written_while_a_step_runs(model: Model) -> None:
         assert await engine.reserve(generation("held"), whole_prompt=True) is not None
         await begin(engine, generation("runs", max_tokens=1))
         await asyncio.to_thread(attention.arrived.wait)
-        blocks = torch.ones(3, 1, 2, SIZE, 8)
+        blocks = torch.ones(3, *BLOCK_SHAPE)
         written = asyncio.ensure_future(engine.write_blocks("held", 1, 0, blocks))
         late = asyncio.ensure_future(engine.write_blocks("nobody", 1, 0, blocks))
         await asyncio.sleep(0)
