@@ -49,6 +49,7 @@ class DiskTier:
         self._reader = ThreadPoolExecutor(1, "disk-read")
         self._num_pending_bytes = 0
         self._paused = asyncio.Event()
+        self._written = asyncio.Event()
 
     @property
     def cap_bytes(self) -> int:
@@ -77,7 +78,10 @@ class DiskTier:
 
     async def open(self) -> list[DiskBlock]:
         """All that is held, parents before their children; a parent may be missing. Raises FolderUnusable."""
-        return await self._in(self._writer, self._volume.open)
+        blocks, can_write = await self._in(self._writer, self._volume.open)
+        if not can_write:
+            self._pause("cannot be written to")
+        return blocks
 
     def can_write(self, num_blocks: int, num_layers: int, layer_bytes: int) -> bool:
         """Whether a write of these blocks would be taken now; if not, remove others first."""
@@ -102,6 +106,7 @@ class DiskTier:
             return [False] * len(blocks)
         finally:
             self._num_pending_bytes -= num_bytes
+        self._written.set()
         self.counts.num_written += len(held)
         self.counts.num_refused += len(blocks) - len(held)
         return [block.name in held for block in blocks]
@@ -134,15 +139,40 @@ class DiskTier:
             self._pause(error)
 
     async def run(self) -> NoReturn:
-        """Keeps up: flushes as the policy says, and while paused looks whether writing works again."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+        """Flushes as the policy says, and while paused looks whether writing works again."""
+        async with asyncio.TaskGroup() as tasks:
+            if self._settings.fsync == "interval":
+                tasks.create_task(self._flush_at_intervals())
+            await self._resume_after_pauses()
 
     async def close(self) -> None:
         """After the last call has returned. Keeps what is held."""
         await self._in(self._writer, self._volume.close)
         self._reader.shutdown()
         self._writer.shutdown()
+
+    async def _flush_at_intervals(self) -> NoReturn:
+        while True:
+            await self._written.wait()
+            await asyncio.sleep(self._settings.fsync_interval_seconds)
+            self._written.clear()
+            try:
+                await self._in(self._writer, self._volume.sync)
+            except (OSError, IndexFailed) as error:
+                self._pause(error)
+
+    async def _resume_after_pauses(self) -> NoReturn:
+        while True:
+            await self._paused.wait()
+            await asyncio.sleep(self._settings.retry_seconds)
+            try:
+                await self._in(self._writer, self._volume.try_again)
+            except (OSError, IndexFailed) as error:
+                log.debug("disk_writes_still_fail", error=str(error))
+            else:
+                log.info("disk_writes_resumed")
+                self._paused.clear()
+                self._on_paused(False)
 
     def _count(self, result: ReadResult) -> None:
         counts = self.counts
@@ -156,7 +186,7 @@ class DiskTier:
             case ReadResult.FAILED:
                 counts.num_failed += 1
 
-    def _pause(self, error: Exception) -> None:
+    def _pause(self, error: Exception | str) -> None:
         self.counts.num_write_errors += 1
         if not self.is_paused:
             log.warning("disk_writes_paused", error=str(error))

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -12,31 +13,39 @@ from services.kv_store.disk.record import Record, RecordUnreadable, decode_recor
 from services.kv_store.disk.settings import DiskSettings
 
 END_KEY = b"\xff" * 32
-"""The last key of all, longer than any name: an iteration that reaches it has seen everything. RocksDB's
+"""The last key of all, after every name: an iteration that reaches it has seen everything. RocksDB's
 iterators stop at a damaged block as if it were the end."""
 MAX_RECENT = 8192
+SMALLEST_SKIP = 1 << 44
+"""Of 2**64: a millionth of the names, which are evenly spread."""
 
 
 class IndexFailed(Exception):
-    """RocksDB could not read or write; carries what it said."""
+    """RocksDB could not open, read or write; carries what it said."""
+
+
+@contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the binding raises no narrower one
+        raise IndexFailed(f"{folder}: {error}") from error
 
 
 class Index:
-    """Opened by its constructor. One thread writes; others may read."""
+    """Opened by its constructor. One thread writes; others may read meanwhile."""
 
     def __init__(self, folder: Path, settings: DiskSettings, *, can_write: bool = True) -> None:
         self._folder, self._options = folder, index_options(settings)
+        self.can_write = can_write
         access = AccessType.read_write() if can_write else AccessType.read_only(False)
         self._write_options = WriteOptions()
         self._write_options.sync = settings.fsync == "always"
-        self._lock = threading.Lock()
+        # A block is read a few layers at a time; its record is wanted again each time.
         self._recent: dict[bytes, Record] = {}
-        try:
+        self._lock = threading.Lock()
+        with _translated(folder):
             self._db = Rdict(str(folder), self._options, access_type=access)
-            if can_write and self._db.get(END_KEY) is None:
-                self._db.put(END_KEY, b"")
-        except Exception as error:
-            raise IndexFailed(f"{folder}: {error}") from error
 
     def get(self, names: Sequence[bytes]) -> list[Record | None]:
         """One per name; None where there is none or it cannot be read."""
@@ -63,32 +72,63 @@ class Index:
             batch.delete(name)
         self._write(batch, names)
 
-    def items(self) -> Iterator[tuple[bytes, Record]]:
-        """Every record, by name. Raises IndexFailed where that could not be all of them."""
+    def clear(self) -> None:
+        """Forget all. Raises IndexFailed."""
+        with self._lock, _translated(self._folder):
+            self._recent.clear()
+            self._db.delete_range(b"", END_KEY)
+            self._db.flush()
+
+    def mark_end(self) -> None:
+        """Before the first write, so that an iteration can tell that it is complete. Raises IndexFailed."""
+        with _translated(self._folder):
+            if self._db.get(END_KEY) is None:
+                self._db.put(END_KEY, b"", self._write_options)
+
+    def items(self) -> list[tuple[bytes, Record | None]]:
+        """Every name with its record, None for an unreadable one. Raises IndexFailed where some may lack."""
+        found: list[tuple[bytes, Record | None]] = []
         last = b""
-        try:
+        with _translated(self._folder):
             for key, body in self._db.items():
-                last = name = cast("bytes", key)
-                if name != END_KEY:
-                    yield name, decode_record(body)
-        except (Exception, RecordUnreadable) as error:
-            raise IndexFailed(f"reading all of {self._folder} failed after {last.hex()}: {error}") from error
-        if last != END_KEY:
-            raise IndexFailed(f"reading all of {self._folder} ended at {last.hex()}")
+                last = cast("bytes", key)
+                if last != END_KEY:
+                    found.append((last, _decoded(body, with_checksums=False)))
+            is_new = self._db.latest_sequence_number() == 0
+        if last != END_KEY and not is_new:
+            raise IndexFailed(f"{self._folder}: reading all ended at {last.hex()}, before the end")
+        return found
+
+    def salvage(self) -> dict[bytes, bytes]:
+        """Keys and values of all that can still be read: seeks on past each damaged part."""
+        found: dict[bytes, bytes] = {}
+        cursor, position, skip = self._db.iter(), 0, SMALLEST_SKIP
+        while position < 1 << 64:
+            cursor.seek(position.to_bytes(8, "big"))
+            while cursor.valid():
+                key = cast("bytes", cursor.key())
+                found[key] = cursor.value()
+                position, skip = int.from_bytes(key[:8].ljust(8, b"\0"), "big"), SMALLEST_SKIP
+                cursor.next()
+            position, skip = position + skip, 2 * skip
+        return found
+
+    def put_raw(self, values: Mapping[bytes, bytes]) -> None:
+        """What was salvaged, where it is missing now. Raises IndexFailed."""
+        with _translated(self._folder):
+            for key, value in values.items():
+                if self._db.get(key) is None:
+                    self._db.put(key, value)
 
     def sync(self) -> None:
         """Returns when all writes are on the device. Raises IndexFailed."""
-        try:
+        with _translated(self._folder):
             self._db.flush_wal(True)
-        except Exception as error:
-            raise IndexFailed(f"{self._folder}: {error}") from error
 
     def close(self) -> None:
         """What was written is kept. Raises IndexFailed."""
-        try:
+        with _translated(self._folder):
             self._db.close()
-        except Exception as error:
-            raise IndexFailed(f"{self._folder}: {error}") from error
 
     def _load(self, names: list[bytes]) -> list[Record | None]:
         keys = cast("list[str | int | float | bytes | bool]", names)
@@ -96,28 +136,26 @@ class Index:
             bodies = cast("list[bytes | None]", self._db.get(keys))
         except Exception:  # noqa: BLE001  # the binding raises no narrower one
             return [self._load_one(name) for name in names]
-        return [None if body is None else self._decode(body) for body in bodies]
+        return [_decoded(body) for body in bodies]
 
     def _load_one(self, name: bytes) -> Record | None:
         try:
-            body = self._db.get(name)
+            return _decoded(self._db.get(name))
         except Exception:  # noqa: BLE001  # the binding raises no narrower one
-            return None
-        return None if body is None else self._decode(body)
-
-    @staticmethod
-    def _decode(body: bytes) -> Record | None:
-        try:
-            return decode_record(body)
-        except RecordUnreadable:
             return None
 
     def _write(self, batch: WriteBatch, names: Iterable[bytes]) -> None:
         try:
-            self._db.write(batch, self._write_options)
-        except Exception as error:
-            raise IndexFailed(f"{self._folder}: {error}") from error
+            with _translated(self._folder):
+                self._db.write(batch, self._write_options)
         finally:
             with self._lock:
                 for name in names:
                     self._recent.pop(name, None)
+
+
+def _decoded(body: bytes | None, *, with_checksums: bool = True) -> Record | None:
+    try:
+        return None if body is None else decode_record(body, with_checksums=with_checksums)
+    except RecordUnreadable:
+        return None

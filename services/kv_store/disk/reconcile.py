@@ -25,7 +25,7 @@ class Found:
 
 
 def reconcile(
-    records: Iterable[tuple[bytes, Record]], files: Mapping[int, tuple[Shape, int]], cap_bytes: int
+    records: Iterable[tuple[bytes, Record | None]], files: Mapping[int, tuple[Shape, int]], cap_bytes: int
 ) -> Found:
     """A block is held where its slot lies whole in a file of its shape and no later block claims the slot.
 
@@ -34,9 +34,7 @@ def reconcile(
     found = Found()
     owners: dict[Place, bytes] = {}
     for name, record in records:
-        shape, file_bytes = files.get(record.segment, ((0, 0), 0))
-        slot_bytes = record.num_layers * record.layer_bytes
-        if shape != record.shape or (record.slot + 1) * slot_bytes > file_bytes:
+        if record is None or not _fits(record, files):
             found.lost.append(name)
             continue
         place = record.segment, record.slot
@@ -53,6 +51,11 @@ def reconcile(
     kept = {record.segment for record in found.held.values()}
     found.unused = {number: shape for number, (shape, _) in files.items() if number not in kept}
     return found
+
+
+def _fits(record: Record, files: Mapping[int, tuple[Shape, int]]) -> bool:
+    shape, file_bytes = files.get(record.segment, ((0, 0), 0))
+    return shape == record.shape and (record.slot + 1) * shape[0] * shape[1] <= file_bytes
 
 
 def _shrink(found: Found, files: Mapping[int, tuple[Shape, int]], cap_bytes: int) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from services.kv_store.disk.blocks import Shape
 
 FORMAT = 1
+_NO_CHECKSUMS = np.empty(0, np.uint64)
 _HEAD = struct.Struct("<BBHIIIIQd")
 
 
@@ -56,8 +57,8 @@ def encode_record(record: Record) -> bytes:
     return head + record.parent + record.checksums.astype("<u8").tobytes()
 
 
-def decode_record(body: bytes) -> Record:
-    """The inverse of `encode_record`. Raises RecordUnreadable."""
+def decode_record(body: bytes, *, with_checksums: bool = True) -> Record:
+    """The inverse of `encode_record`, if wanted without the checksums. Raises RecordUnreadable."""
     if len(body) < _HEAD.size or body[0] != FORMAT:
         raise RecordUnreadable(f"{len(body)} bytes of format {body[:1].hex() or 'none'}, expected {FORMAT}")
     _, parent_bytes, num_layers, layer_bytes, segment, slot, num_hits, order, written_at = _HEAD.unpack_from(
@@ -75,5 +76,7 @@ def decode_record(body: bytes) -> Record:
         order,
         written_at,
         num_hits,
-        np.frombuffer(body, dtype="<u8", offset=checksums_at).astype(np.uint64, copy=False),
+        np.frombuffer(body, dtype="<u8", offset=checksums_at).astype(np.uint64, copy=False)
+        if with_checksums
+        else _NO_CHECKSUMS,
     )

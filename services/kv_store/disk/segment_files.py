@@ -1,5 +1,6 @@
 """The files of the segments: whole writes, whole reads, one descriptor each. Blocking; used from threads."""
 
+import errno
 import os
 import re
 import threading
@@ -80,7 +81,13 @@ class SegmentFiles:
 
     def open(self, number: int, shape: Shape) -> None:
         """Open the file, made where it is missing. Raises OSError."""
-        fd = os.open(self.path_of(number, shape), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = self.path_of(number, shape)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES):
+                raise
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with self._lock:
             self._opened[number] = _Opened(fd)
 

@@ -96,9 +96,9 @@ class SlotMap:
             places += self._grow(number, num_blocks - len(places))
         return places
 
-    def free(self, places: Iterable[Place]) -> list[int]:
+    def free(self, places: Iterable[Place]) -> list[tuple[int, Shape]]:
         """Give places back; returns the segments that are empty now and no longer known here."""
-        emptied: list[int] = []
+        emptied: list[tuple[int, Shape]] = []
         for number, slot in places:
             segment = self.segments[number]
             segment.free.add(slot)
@@ -106,7 +106,7 @@ class SlotMap:
             self._free_in.setdefault(segment.shape, {})[number] = None
             self._count(segment, -1)
             if not segment.num_blocks:
-                emptied.append(number)
+                emptied.append((number, segment.shape))
                 self.drop(number)
         return emptied
 
