@@ -151,6 +151,13 @@ def mesh(say: Say) -> list[Figure]:
     ]
 
 
+def load(say: Say) -> list[Figure]:
+    """Placing by load with the store, against by prefix without it."""
+    from services.bench.load_policies import measure_load
+
+    return measure_load(say)
+
+
 AT_LEAST = {"ucx: 16 MiB, GB/s": 3.5, "shm: 16 MiB, GB/s": 8.0}
 AT_MOST = {
     "ucx: 64 B round trip p50, us": 120.0,
@@ -194,4 +201,5 @@ SECTIONS = (
     Section("kernels", "Kernels", kernels),
     Section("engine", "Engine alone, SmolLM2-135M in bf16", engine),
     Section("mesh", "Mesh against the engine alone", mesh),
+    Section("load", "Placing prompts under a bursty load", load),
 )
