@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class AddressInUse(Exception):
@@ -18,12 +19,19 @@ class HttpServer:
     """Serves one ASGI app from `open` to `close`."""
 
     def __init__(
-        self, app: Any, *, host: str, port: int, drain_timeout_seconds: float = 5.0, **options: Any
+        self,
+        app: Any,
+        *,
+        host: str,
+        port: int,
+        drain_timeout_seconds: float = 5.0,
+        protocol: type[asyncio.Protocol] = HttpToolsProtocol,
+        **options: Any,
     ) -> None:
         self._host, self._port = host, port
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=protocol,
             lifespan="off",
             log_config=None,
             access_log=False,

@@ -163,8 +163,10 @@ class Answering:
             raise error_of(outcome)
 
     def _usage(self) -> Usage:
-        prompts = [s for s in self.sessions if s.choice % self._num_choices == 0]
-        num_prompt = sum(len(session.prompt) for session in prompts)
+        firsts = range(0, len(self.sessions), self._num_choices)
+        by_prompt = [self.sessions[first : first + self._num_choices] for first in firsts]
+        num_prompt = sum(len(choices[0].prompt) for choices in by_prompt)
         num_new = sum(len(session.output) for session in self.sessions)
-        cached = PromptTokensDetails(sum(session.num_cached_tokens for session in prompts))
-        return Usage(num_prompt, num_new, num_prompt + num_new, cached)
+        # Choices of one prompt find each other's KV: what was there before is what the first of them found.
+        num_cached = sum(min(choice.num_cached_tokens for choice in choices) for choices in by_prompt)
+        return Usage(num_prompt, num_new, num_prompt + num_new, PromptTokensDetails(num_cached))

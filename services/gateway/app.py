@@ -1,6 +1,5 @@
 """The ASGI app: paths, keys, and one shape for every error."""
 
-import hmac
 import math
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from services.gateway.errors import ApiError, Failed, NotFound, Unauthorized, en
 from services.gateway.generation_api import GenerationApi
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.operations_api import OperationsApi
+from services.gateway.tenants import NOBODY, SCOPE_KEY, Tenant, Tenants
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/openapi.json"})
 """Asked without a key: by load balancers, orchestrators, Prometheus, people."""
@@ -53,7 +53,7 @@ def build_app(
         routes=routes,
         middleware=[
             Middleware(_CountedResponses, metrics=metrics, paths=paths),
-            Middleware(_Keys, keys=api_keys),
+            Middleware(_Keys, tenants=Tenants(api_keys)),
         ],
         exception_handlers={
             ApiError: _api_error,
@@ -67,25 +67,24 @@ def build_app(
 
 
 class _Keys:
-    """Lets requests through that show one of the keys; without keys, all."""
+    """Lets requests through that show one of the keys; without keys, all. Says in the scope whose it is."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
+        self._app, self._tenants = app, tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
-            given = Request(scope).headers.get("authorization", "")
-            scheme, _, key = given.partition(" ")
-            if scheme.lower() != "bearer" or not self._is_known(key.strip().encode()):
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            tenant = self._tenant_of(Request(scope)) if self._tenants.need_keys else NOBODY
+            if tenant is None:
                 error = Unauthorized("a valid API key is needed: send `Authorization: Bearer <key>`")
                 await error_response(error)(scope, receive, send)
                 return
+            scope[SCOPE_KEY] = tenant
         await self._app(scope, receive, send)
 
-    def _is_known(self, given: bytes) -> bool:
-        # All keys are compared, each in constant time: how long it takes tells nothing.
-        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+    def _tenant_of(self, request: Request) -> Tenant | None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        return self._tenants.find(key.strip().encode()) if scheme.lower() == "bearer" else None
 
 
 class _CountedResponses:

@@ -149,6 +149,8 @@ class Dispatch:
             deadline_unix_seconds=session.deadline_unix_seconds,
             exclude=history.exclude,
             model=session.model,
+            names=session.names,
+            session=session.conversation,
             traceparent=session.traceparent,
         )
         queue_seconds = max(0.1, session.deadline_unix_seconds - time.time() + 1.0)

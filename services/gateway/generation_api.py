@@ -33,11 +33,14 @@ from services.gateway.parameters import (
     sampling_params,
     stop_strings,
 )
+from services.gateway.prompt_names import prompt_names
 from services.gateway.request_fields import ChatRequest, CompletionRequest, GenerationFields
 from services.gateway.sequence_text import SequenceText
 from services.gateway.session import Session, Times
+from services.gateway.tenants import NOBODY, SCOPE_KEY, Tenant, salt_of, session_of
 from services.gateway.together import ClientGone
 
+SESSION_HEADER = "x-session-id"
 MAX_SEQUENCES = 256
 """Of one request: prompts times choices."""
 
@@ -68,6 +71,15 @@ class _Asked:
 
 
 @dataclass(frozen=True)
+class _NamedPrompt:
+    """A prompt, and under which salt and names its KV is known."""
+
+    token_ids: list[int]
+    salt: str
+    names: bytes
+
+
+@dataclass(frozen=True)
 class _Arrival:
     """When and how a request came."""
 
@@ -75,6 +87,8 @@ class _Arrival:
     seconds: float
     unix_seconds: float
     span: Span
+    tenant: Tenant
+    session_header: str
 
 
 Prepare = Callable[[Request, _Arrival], Awaitable[Answering]]
@@ -128,7 +142,7 @@ class GenerationApi:
             prompt_param="messages",
             continues=False,
         )
-        return self._answering(meaning, wording, language, arrival)
+        return await self._answering(meaning, wording, language, arrival)
 
     async def _prepare_completion(self, request: Request, arrival: _Arrival) -> Answering:
         asked = await read_json(request, _completion_decoder, max_bytes=self._rules.max_body_bytes)
@@ -155,9 +169,11 @@ class GenerationApi:
             prompt_param="prompt",
             continues=True,
         )
-        return self._answering(meaning, wording, language, arrival)
+        return await self._answering(meaning, wording, language, arrival)
 
-    def _answering(self, asked: _Asked, wording: Wording, language: Language, arrival: _Arrival) -> Answering:
+    async def _answering(
+        self, asked: _Asked, wording: Wording, language: Language, arrival: _Arrival
+    ) -> Answering:
         fields = asked.fields
         num_each = num_choices(fields)
         if len(asked.prompts) * num_each > MAX_SEQUENCES:
@@ -177,15 +193,22 @@ class GenerationApi:
         )
         seed = secrets.randbelow(NUM_SEEDS) if fields.seed is None else fields.seed
         for prompt in asked.prompts:
+            named = await self._named(prompt, fields, arrival)
             for number in range(num_each):
-                session = self._session(asked, prompt, seed + number, language, arrival, answering)
+                session = self._session(asked, named, seed + number, language, arrival, answering)
                 answering.sessions.append(session)
         return answering
+
+    async def _named(self, prompt: list[int], fields: GenerationFields, arrival: _Arrival) -> _NamedPrompt:
+        salt = salt_of(arrival.tenant, fields.cache_salt or "")
+        fits = len(prompt) < self._served.max_model_len()
+        layout = self._served.layout() if fits else None  # what does not fit is refused, so not named
+        return _NamedPrompt(prompt, salt, await prompt_names(layout, prompt, salt))
 
     def _session(
         self,
         asked: _Asked,
-        prompt: list[int],
+        named: _NamedPrompt,
         seed: int,
         language: Language,
         arrival: _Arrival,
@@ -194,7 +217,7 @@ class GenerationApi:
         max_tokens = num_new_tokens(
             asked.wanted_tokens,
             asked.default_tokens,
-            num_prompt_tokens=len(prompt),
+            num_prompt_tokens=len(named.token_ids),
             max_model_len=self._served.max_model_len(),
             param=asked.prompt_param,
         )
@@ -216,14 +239,17 @@ class GenerationApi:
         return Session(
             name=f"{arrival.answer_id}-{choice}",
             choice=choice,
-            prompt=prompt,
+            prompt=named.token_ids,
             sampling=sampling,
             text=text,
             deliver=answering.deliver,
             deadline_unix_seconds=arrival.unix_seconds + self._rules.request_timeout_seconds,
             times=Times(arrived=arrival.seconds),
             model=self._served.place_model(),
-            cache_salt=asked.fields.cache_salt or "",
+            cache_salt=named.salt,
+            tenant=arrival.tenant.name,
+            names=named.names,
+            conversation=session_of(arrival.tenant, _conversation(asked.fields, arrival)),
             traceparent=arrival.span.traceparent,
         )
 
@@ -239,7 +265,14 @@ class _Generating(Response):
         answer_id = f"{self._prefix}-{secrets.token_hex(12)}"
         traceparent = self._request.headers.get("traceparent", "")
         with self._gate, start_span("gateway.request", traceparent, request_id=answer_id) as span:
-            arrival = _Arrival(answer_id, time.monotonic(), time.time(), span)
+            arrival = _Arrival(
+                answer_id,
+                time.monotonic(),
+                time.time(),
+                span,
+                tenant=scope.get(SCOPE_KEY, NOBODY),
+                session_header=self._request.headers.get(SESSION_HEADER, ""),
+            )
             try:
                 answering = await self._prepare(self._request, arrival)
                 await answering.run(receive, send)
@@ -258,6 +291,10 @@ async def _echoes(asked: CompletionRequest, prompts: list[list[int]], language: 
         echo = text if isinstance(text, str) else await language.decode(prompt)
         echoes += [echo] * num_choices(asked)
     return tuple(echoes)
+
+
+def _conversation(fields: GenerationFields, arrival: _Arrival) -> str:
+    return arrival.session_header or fields.session_id or fields.prompt_cache_key or ""
 
 
 def _with_usage(fields: GenerationFields) -> bool:

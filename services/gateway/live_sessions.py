@@ -5,7 +5,7 @@ import asyncio
 import structlog
 
 from libs.bus.messages.generation import TokenDelta, TokenFrame
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
 from libs.request.outcome import FailureReason
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.session import Attempt, Failed, Interruption, Session
@@ -68,8 +68,14 @@ class LiveSessions:
             if num_new:
                 self._metrics.note_tokens(session, num_new, last, now)
 
-    def on_departed(self, presence: Presence) -> None:
-        """A process left: interrupt what cannot go on without it."""
+    def on_departed(self, presence: Presence, *, num_routers_left: int = 0) -> None:
+        """A process left: interrupt what cannot go on without it.
+
+        Which of several routers a request waits at is not known here. One that was draining has answered all
+        that waited there, so while others are left, what still waits does so at those.
+        """
+        was_router = presence.kind is ServiceKind.ROUTER
+        has_answered = presence.state is ServiceState.DRAINING and num_routers_left > 0
         for session in list(self._by_attempt.values()):
             attempt = session.attempt
             if attempt is None:
@@ -77,7 +83,7 @@ class LiveSessions:
             if attempt.depends_on(presence.incarnation):
                 detail = f"{presence.name} left the mesh"
                 session.interrupt(Interruption(FailureReason.PEER_LOST, detail, lost=presence.incarnation))
-            elif presence.kind is ServiceKind.ROUTER and not attempt.decode:
+            elif was_router and not has_answered and not attempt.decode:
                 detail = f"{presence.name} left while the request was queued there"
                 session.interrupt(Interruption(FailureReason.PEER_LOST, detail))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from services.gateway.errors import NotFound, Unavailable
 from services.gateway.language import Language
+from services.gateway.prompt_names import BlockLayout
 
 
 class ServedModel:
@@ -19,11 +20,14 @@ class ServedModel:
         *,
         worker_len: Callable[[], int | None],
         place_model: Callable[[], str],
+        layout: Callable[[], BlockLayout | None],
     ) -> None:
         self.names = names
         self._max_model_len, self._created, self._worker_len = max_model_len, created, worker_len
         self.place_model = place_model
         """What the router chooses instances by; empty: any."""
+        self.layout = layout
+        """How its workers name blocks; None while none is ready."""
         self.language: Language | None = None
 
     def language_of(self, name: str | None) -> Language:

@@ -47,6 +47,7 @@ def _decoded(raw: msgspec.Raw) -> Any:
 def check_chat(request: ChatRequest) -> None:
     """Raise BadRequest for what the schema cannot say."""
     refuse_unsupported(request)
+    _check_stream(request)
     if request.top_logprobs and not request.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     both = {request.max_tokens, request.max_completion_tokens} - {None}
@@ -57,6 +58,7 @@ def check_chat(request: ChatRequest) -> None:
 def check_completion(request: CompletionRequest) -> None:
     """Raise BadRequest for what the schema cannot say."""
     refuse_unsupported(request)
+    _check_stream(request)
     if request.best_of not in (None, num_choices(request)):
         raise BadRequest("best_of is served only where it equals n", param="best_of")
     if request.suffix:
@@ -67,6 +69,11 @@ def check_completion(request: CompletionRequest) -> None:
             "supported; drop one of them",
             param="echo",
         )
+
+
+def _check_stream(request: GenerationFields) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options needs stream to be true", param="stream_options")
 
 
 def message_texts(messages: list[ChatMessage]) -> list[dict[str, str]]:
@@ -179,6 +186,8 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise BadRequest(f"{key!r} is not a token id", param="logit_bias")
         _check_token_id(int(key), vocab_size, "logit_bias")
+        if int(key) in biases:
+            raise BadRequest(f"token id {int(key)} is given twice", param="logit_bias")
         biases[int(key)] = bias
     return biases
 

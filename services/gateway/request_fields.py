@@ -54,7 +54,11 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ) = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cache_salt: SmallName | None = None
-    """Requests share cached KV only with requests of the same salt."""
+    """Requests share cached KV only with requests of the same salt, and of the same API key."""
+    session_id: str | None = None
+    """What the client calls the conversation, for routing; the header x-session-id goes before it."""
+    prompt_cache_key: str | None = None
+    """Taken for the session where there is no other name for it."""
     add_special_tokens: bool | None = None
 
     user: Ignored = UNSET
@@ -62,7 +66,6 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     store: Ignored = UNSET
     service_tier: Ignored = UNSET
     safety_identifier: Ignored = UNSET
-    prompt_cache_key: Ignored = UNSET
     prompt_cache_retention: Ignored = UNSET
 
 

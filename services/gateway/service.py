@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from libs.bus.messages.generation import TokenFrame
-from libs.bus.messages.presence import LoadReport, Presence
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
 from libs.bus.port import Subscription
 from libs.request.outcome import FailureReason
 from libs.runtime.http_server import HttpServer
@@ -16,11 +16,13 @@ from services.gateway.app import build_app
 from services.gateway.dispatch import Dispatch
 from services.gateway.gate import Gate
 from services.gateway.generation_api import GenerationApi, GenerationRules
+from services.gateway.http_protocol import ApiHttpProtocol
 from services.gateway.language import load_language
 from services.gateway.live_sessions import LiveSessions
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_card import ServedModel, default_name
 from services.gateway.operations_api import OperationsApi, Readiness
+from services.gateway.prompt_names import layout_of
 from services.gateway.readmission import Limits
 from services.gateway.session import Failed
 from services.gateway.settings import GatewaySettings
@@ -48,6 +50,7 @@ class GatewayService:
             int(time.time()),
             worker_len=lambda: shortest_context(self._services()),
             place_model=lambda: model_filter(self._roster.all(), settings.model),
+            layout=lambda: layout_of(self._services()),
         )
         self._subscriptions: list[Subscription] = []
         self._server: HttpServer | None = None
@@ -83,7 +86,7 @@ class GatewayService:
             metrics,
             settings.api_key,
         )
-        self._server = HttpServer(app, host=settings.host, port=settings.port)
+        self._server = HttpServer(app, host=settings.host, port=settings.port, protocol=ApiHttpProtocol)
         runtime.describe(http_address=await self._server.open(), model=settings.model)
         runtime.spawn("http", self._server.wait_ended())
         runtime.progress("loading the tokenizer")
@@ -127,10 +130,11 @@ class GatewayService:
             self._live.on_load(report, now)
 
     def _roster_changed(self, change: RosterChange) -> None:
+        num_routers = len(self._roster.of_kind(ServiceKind.ROUTER))
         for presence in change.departed:
             self._loads.forget(presence.incarnation)
             if self._live is not None:
-                self._live.on_departed(presence)
+                self._live.on_departed(presence, num_routers_left=num_routers)
 
     def _readiness(self) -> Readiness:
         services = self._services()

@@ -93,6 +93,11 @@ class Session:
     times: Times
     model: str = ""
     cache_salt: str = ""
+    tenant: str = ""
+    names: bytes = b""
+    """Of the prompt's full blocks, as the workers form them; empty where that is not known."""
+    conversation: str = ""
+    """What stickiness goes by; empty: nothing."""
     traceparent: str = ""
     output: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -117,6 +122,7 @@ class Session:
             deadline_unix_seconds=self.deadline_unix_seconds,
             cache_salt=self.cache_salt,
             traceparent=self.traceparent,
+            tenant=self.tenant,
         )
 
     def accept(self, delta: TokenDelta, now: float, sender: str = "") -> int:

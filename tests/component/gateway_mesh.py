@@ -38,6 +38,7 @@ from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
 
 MODEL = "smollm2-135m-instruct"
+FINGERPRINT, BLOCK_SIZE = "f", 16
 
 Behaviour = Callable[["Worker", Generation], Awaitable[None]]
 
@@ -218,7 +219,7 @@ class Mesh:
             incarnation=f"{name}-i",
             state=ServiceState.READY,
             model=MODEL,
-            model_fingerprint="f",
+            model_fingerprint=f"{FINGERPRINT}-{BLOCK_SIZE}",
             **facts,
         )
         worker = Worker(self.bus, presence)

@@ -1,6 +1,7 @@
 """What a client can do wrong, and what the mesh can answer no to: 4xx and 5xx in one shape."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -58,6 +59,8 @@ BAD_CHATS: list[tuple[dict[str, Any], int, str | None]] = [
     ({"stop": ["a", "b", "c", "d", "e"]}, 400, None),
     ({"stop": ""}, 400, None),
     ({"logit_bias": {"49152": 1}}, 400, None),
+    ({"logit_bias": {"5": 1, "05": 2}}, 400, None),
+    ({"session_id": 7}, 400, None),
     ({"logprobs": False, "top_logprobs": 3}, 400, None),
     ({"tools": [{"type": "function"}], "tool_choice": "required"}, 400, "unsupported_parameter"),
     ({"response_format": {"type": "json_schema"}}, 400, "unsupported_parameter"),
@@ -91,6 +94,42 @@ async def test_bad_parameters_are_400_by_name_and_the_next_request_is_served(mes
                     assert answer.status_code == status, (change, answer.text)
                     assert_shape(answer.json(), code=code)
             assert (await http.post(path, json=good)).status_code == 200
+
+
+async def test_options_of_a_stream_are_refused_where_none_is_asked_for(mesh: Mesh) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    async with mesh.http() as http:
+        for path, good in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            for change in ({}, {"stream": False}, {"stream": None}):
+                answer = await http.post(path, json={**good, **options, **change})
+                assert answer.status_code == 400
+                assert_shape(answer.json(), param="stream_options")
+            assert (await http.post(path, json={**good, **options, "stream": True})).status_code == 200
+
+
+NO_HTTP = [
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+    b"hello\r\n\r\n",
+    b"GET /live HTTP/1.1\r\nbad header\r\n\r\n",
+]
+
+
+async def test_what_is_no_http_is_refused_in_the_same_shape(mesh: Mesh) -> None:
+    host, port = mesh.url.removeprefix("http://").split(":")
+    for request in NO_HTTP:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(request)
+        async with asyncio.timeout(10):
+            head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 400 "), request
+        assert b"content-type: application/json" in head
+        assert f"content-length: {len(body)}".encode() in head
+        assert_shape(json.loads(body), code="invalid_http")
+    async with mesh.http() as http:
+        assert (await http.get("/live")).status_code == 200
 
 
 NO_JSON = [

@@ -116,6 +116,32 @@ def test_a_second_attempt_goes_on_from_the_tokens_so_far_under_a_new_id() -> Non
     assert heard.ends == [FinishReason.STOP]
 
 
+def first_delta(request_id: str, index: int, num_cached_tokens: int) -> TokenDelta:
+    return TokenDelta(request_id, index, (65,), num_cached_tokens=num_cached_tokens)
+
+
+def test_a_replay_finds_the_kv_of_the_attempt_before_which_is_no_cache_hit_of_the_client() -> None:
+    session = new_session(Heard())
+    session.accept(first_delta(begin(session), 0, num_cached_tokens=1), 1.0)
+    session.interrupt(Interruption(FailureReason.PEER_LOST, "gone"))
+    session.accept(first_delta(begin(session), 1, num_cached_tokens=4), 2.0)
+    assert session.num_cached_tokens == 1
+
+
+def test_an_attempt_that_gave_nothing_tells_nothing_of_cached_tokens() -> None:
+    session = new_session(Heard())
+    session.accept(TokenDelta(begin(session), 0, (), failure=FailureReason.CORRUPT, num_cached_tokens=3), 1.0)
+    session.accept(first_delta(begin(session), 0, num_cached_tokens=2), 2.0)
+    session.accept(first_delta("s.2", 0, num_cached_tokens=3), 2.0)
+    assert session.num_cached_tokens == 2
+
+
+def test_only_tokens_of_the_prompt_are_cached_tokens() -> None:
+    session = new_session(Heard())
+    session.accept(first_delta(begin(session), 0, num_cached_tokens=99), 1.0)
+    assert session.num_cached_tokens == 3
+
+
 def test_a_stop_string_ends_the_session_and_drops_the_rest_of_its_delta() -> None:
     heard = Heard()
     session = new_session(heard, stops=("cd",))

@@ -1,0 +1,91 @@
+"""Whom the leaving of a process concerns."""
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from libs.bus.messages.generation import TokenDelta, TokenFrame
+from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
+from libs.request.sampling import SamplingParams
+from services.gateway.live_sessions import LiveSessions
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.sequence_text import SequenceText
+from services.gateway.session import Attempt, Session, Times
+
+
+class Letters:
+    def push(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def finish(self) -> str:
+        return ""
+
+
+def new_live() -> LiveSessions:
+    return LiveSessions(GatewayMetrics(CollectorRegistry()))
+
+
+def enter(live: LiveSessions, name: str, *, prefill: str = "", decode: str = "") -> Attempt:
+    session = Session(
+        name=name,
+        choice=0,
+        prompt=[1],
+        sampling=SamplingParams(),
+        text=SequenceText(Letters()),
+        deliver=lambda *_: None,
+        deadline_unix_seconds=0,
+        times=Times(arrived=0),
+    )
+    live.enter(session)
+    attempt = session.begin_attempt(lambda: None)
+    attempt.prefill, attempt.decode = prefill, decode
+    live.attach(attempt, session)
+    return attempt
+
+
+def gone(kind: ServiceKind, incarnation: str, state: ServiceState = ServiceState.READY) -> Presence:
+    return Presence(kind=kind, name=incarnation, incarnation=incarnation, state=state)
+
+
+@pytest.mark.parametrize(
+    ("state", "num_routers_left", "is_interrupted"),
+    [
+        (ServiceState.READY, 0, True),
+        (ServiceState.READY, 1, True),
+        (ServiceState.DRAINING, 0, True),
+        (ServiceState.DRAINING, 1, False),
+        (ServiceState.DRAINING, 2, False),
+    ],
+)
+def test_a_router_that_answered_all_takes_nobody_with_it_who_waits_at_another(
+    state: ServiceState, num_routers_left: int, is_interrupted: bool
+) -> None:
+    live = new_live()
+    queued, placed = enter(live, "queued"), enter(live, "placed", prefill="p", decode="d")
+    live.on_departed(gone(ServiceKind.ROUTER, "r", state), num_routers_left=num_routers_left)
+    assert (queued.interruption is not None) == is_interrupted
+    assert placed.interruption is None
+
+
+def test_a_worker_takes_with_it_what_depends_on_it() -> None:
+    live = new_live()
+    by_decode = enter(live, "a", prefill="p1", decode="d1")
+    by_prefill = enter(live, "b", prefill="p2", decode="d2")
+        enter(live, "a", prefill="p1", decode="d1"),
+        enter(live, "b", prefill="p2", decode="d2"),
+    )
+    queued = enter(live, "c")
+    live.on_departed(gone(ServiceKind.DECODE_WORKER, "d1"), num_routers_left=1)
+    live.on_departed(gone(ServiceKind.PREFILL_WORKER, "p2"), num_routers_left=1)
+    assert by_decode.interruption is not None
+    assert by_prefill.interruption is not None
+    assert by_decode.interruption.lost == "d1"
+    assert by_prefill.interruption.lost == "p2"
+    assert queued.interruption is None
+
+
+def test_a_prefill_worker_is_not_needed_after_the_first_token() -> None:
+    live = new_live()
+    attempt = enter(live, "a", prefill="p", decode="d")
+    live.on_frame(TokenFrame(worker="d", deltas=[TokenDelta(attempt.request_id, 0, (65,))]), 1.0)
+    live.on_departed(gone(ServiceKind.PREFILL_WORKER, "p"), num_routers_left=1)
+    assert attempt.interruption is None
