@@ -12,7 +12,7 @@ class ApiHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for what its parser does not take; ends the connection."""
-        cycle = cast(RequestResponseCycle | None, self.cycle)  # None until the first request
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # None until the first request
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             # An answer is under way: another one in its middle would be taken for a part of it.
             self.transport.close()

@@ -70,9 +70,6 @@ def test_a_worker_takes_with_it_what_depends_on_it() -> None:
     live = new_live()
     by_decode = enter(live, "a", prefill="p1", decode="d1")
     by_prefill = enter(live, "b", prefill="p2", decode="d2")
-        enter(live, "a", prefill="p1", decode="d1"),
-        enter(live, "b", prefill="p2", decode="d2"),
-    )
     queued = enter(live, "c")
     live.on_departed(gone(ServiceKind.DECODE_WORKER, "d1"), num_routers_left=1)
     live.on_departed(gone(ServiceKind.PREFILL_WORKER, "p2"), num_routers_left=1)
