@@ -11,16 +11,25 @@ KNOWN_TABLES = frozenset(
 
 KNOWN_FIELDS = frozenset(
     {
+        "access_trace",
+        "access_trace_mib",
         "api_key",
         "block_size",
         "config",
         "connect_timeout_seconds",
         "decode",
         "device",
+        "disk_gib",
+        "disk_path",
         "drain_timeout_seconds",
         "dtype",
+        "eviction",
+        "fetch_bytes_per_second",
         "flush_timeout_seconds",
+        "fsync",
         "host",
+        "index_cache_mib",
+        "index_path",
         "kv_memory_gib",
         "lease_seconds",
         "link_host",
@@ -69,6 +78,8 @@ KNOWN_FIELDS = frozenset(
         "stores",
         "threads",
         "transport",
+        "ttl_seconds",
+        "write_policy",
     }
 )
 
