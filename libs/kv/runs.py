@@ -1,6 +1,6 @@
 """Runs of blocks, and which store keeps which run. Pure.
 
-A run is `RUN_BLOCKS` consecutive blocks of a chain, counted from its start; the last one may be shorter. A run
+A run is `RUN_BLOCKS` consecutive blocks of a chain, counted from its start; the last may be shorter. A run
 lies whole on one store, so that a prompt asks few stores and a layer of a run is one piece. Which one is
 decided by rendezvous hashing: when a store comes or goes, only the runs that it gains or loses move.
 """

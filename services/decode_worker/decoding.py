@@ -23,6 +23,8 @@ log = structlog.get_logger()
 
 SendTokens = Callable[[str, Sequence[TokenDelta]], None]
 """Gateway, and what one step has for it."""
+TellNames = Callable[[Sequence[bytes], Sequence[bytes]], None]
+"""Names of blocks that can be found here now, and of such that cannot any more."""
 
 
 class Decoding:
@@ -49,10 +51,19 @@ class Decoding:
         self.ended = asyncio.Event()
         """Set when a sequence is over."""
         self._engine: Engine | None = None
+        self._on_names: TellNames = _tell_nobody
+        self._on_finished: Callable[[HeldSequence], None] | None = None
 
-    def attach(self, engine: Engine) -> None:
-        """The engine whose listener this is."""
-        self._engine = engine
+    def attach(
+        self,
+        engine: Engine,
+        *,
+        on_names: TellNames,
+        on_finished: Callable[[HeldSequence], None] | None,
+    ) -> None:
+        """The engine whose listener this is, who hears of blocks by name, and of sequences that came to
+        their own end."""
+        self._engine, self._on_names, self._on_finished = engine, on_names, on_finished
 
     @property
     def engine(self) -> Engine:
@@ -144,8 +155,11 @@ class Decoding:
             if held is None:
                 continue
             by_gateway.setdefault(held.generation.gateway, []).append(_delta_of(token))
+            held.output_ids.append(token.token_id)
             if token.finish is not None:
                 self._end(token.sequence_id, token.finish.value)
+                if self._on_finished is not None:
+                    self._on_finished(held)
         for gateway, deltas in by_gateway.items():
             self._metrics.generation_tokens.inc(len(deltas))
             self._send_tokens(gateway, deltas)
@@ -158,6 +172,7 @@ class Decoding:
 
     def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """See EngineListener."""
+        self._on_names(stored, removed)
 
     def on_failed(self, failure: SequenceFailed) -> None:
         """See EngineListener."""
@@ -238,6 +253,10 @@ class Decoding:
             held.span.end()
             self.ended.set()
         return held
+
+
+def _tell_nobody(stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+    """Until somebody wants to know."""
 
 
 def _delta_of(token: TokenOutput) -> TokenDelta:

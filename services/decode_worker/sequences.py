@@ -36,6 +36,8 @@ class HeldSequence:
     stage: Stage = Stage.RESERVING
     adoption: Adoption | None = None
     first_blocks_at: float | None = None
+    output_ids: list[int] = field(default_factory=list[int])
+    """Tokens that this attempt made."""
     writes: "set[asyncio.Task[None]]" = field(default_factory=set["asyncio.Task[None]"])
     """Its KV on the way into the pool."""
 

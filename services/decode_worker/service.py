@@ -17,6 +17,8 @@ from libs.request.outcome import RefusalReason
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
 from libs.transport.port import Listener, Transport
+from libs.worker.device_events import DeviceEvents
+from libs.worker.gauges import WorkerGauges
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import (
     block_shape_of,
@@ -25,9 +27,11 @@ from libs.worker.startup import (
     open_model,
     open_transport,
 )
+from libs.worker.store_access import StoreAccess
 from libs.worker.token_sender import TokenSender
 from services.decode_worker.decoding import Decoding
 from services.decode_worker.inlet import Inlet
+from services.decode_worker.keeping import Keeping
 from services.decode_worker.metrics import DecodeMetrics
 from services.decode_worker.sequences import Sequences, Stage
 from services.decode_worker.settings import DecodeWorkerSettings
@@ -52,6 +56,7 @@ class DecodeWorkerService:
         self._transport: Transport | None = None
         self._listener: Listener | None = None
         self._engine: Engine | None = None
+        self._events: DeviceEvents | None = None
 
     async def open(self, runtime: Runtime) -> None:
         """Load the model, start the engine, listen for prefill workers and for reservations."""
@@ -89,6 +94,8 @@ class DecodeWorkerService:
         """Stop listening, cut the Links, stop the engine."""
         for subscription in self._subscriptions:
             await subscription.close()
+        if self._events is not None:
+            await self._events.close()
         if self._listener is not None:
             await self._listener.close()
         if self._transport is not None:
@@ -103,6 +110,7 @@ class DecodeWorkerService:
         return msgspec.structs.replace(
             load,
             num_reserved=num_awaited,
+            fetch_cost=self._access.stores.fetch_cost,
             num_waiting=max(0, len(self._sequences) - num_awaited - load.num_running),
             recent_request_ids=self._decoding.recent.ids(self._clock()),
         )
@@ -128,21 +136,27 @@ class DecodeWorkerService:
             clock=self._clock,
         )
         engine = Engine(model, engine_settings_of(settings, model), self._decoding)
-        self._decoding.attach(engine)
-        self._watch_gauges(self._metrics, engine, transport)
+        self._access = StoreAccess(runtime, transport, settings, model, engine, self._metrics.transfer_bytes)
+        keeping = Keeping(
+            engine, self._access.stores, fingerprint=model.fingerprint, block_size=settings.block_size
+        )
+        self._events = DeviceEvents(runtime, engine)
+        self._decoding.attach(
+            engine,
+            on_names=self._events.tell,
+            on_finished=keeping.finished if settings.store_finished else None,
+        )
+        WorkerGauges(runtime.registry).watch(
+            engine,
+            self.load,
+            num_held=lambda: len(self._sequences),
+            num_links=transport.num_open_links,
+            num_unsent_deltas=lambda: self._tokens.outbox.num_deltas,
+        )
         await engine.start()
+        await self._events.open()
+        runtime.spawn("keeping", keeping.run())
         return engine
-
-    def _watch_gauges(self, metrics: DecodeMetrics, engine: Engine, transport: Transport) -> None:
-        metrics.num_requests_running.set_function(lambda: engine.load().num_running)
-        metrics.num_requests_waiting.set_function(lambda: self.load().num_waiting)
-        metrics.num_requests_reserved.set_function(lambda: self.load().num_reserved)
-        metrics.num_requests_held.set_function(lambda: len(self._sequences))
-        metrics.num_used_blocks.set_function(lambda: engine.num_total_blocks - engine.num_free_blocks)
-        metrics.num_blocks.set_function(lambda: engine.num_total_blocks)
-        metrics.cache_usage.set_function(lambda: 1 - engine.num_free_blocks / max(1, engine.num_total_blocks))
-        metrics.num_links.set_function(transport.num_open_links)
-        metrics.num_unsent_deltas.set_function(lambda: self._tokens.outbox.num_deltas)
 
     async def _reserve(self, request: Reserve) -> Reserved | Refused:
         if not request.prefill and self._settings.role != "both":
@@ -182,3 +196,5 @@ class DecodeWorkerService:
                 self._tokens.outbox.forget(departed.incarnation)
             elif departed.kind is ServiceKind.PREFILL_WORKER:
                 self._decoding.peer_lost(departed.incarnation, f"{departed.name} left the mesh")
+        if self._settings.store_finished:
+            self._access.stores.set_stores(self._roster.ready(ServiceKind.KV_STORE))

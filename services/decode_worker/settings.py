@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from libs.worker.settings import WorkerSettings
+from libs.worker.stores.settings import StoreSettings
 
 
-class DecodeWorkerSettings(WorkerSettings, frozen=True, kw_only=True):
+class DecodeWorkerSettings(StoreSettings, frozen=True, kw_only=True):
     """Adopts the KV of prompts that ran elsewhere, generates, streams tokens to gateways."""
 
     role: Annotated[
@@ -16,3 +16,6 @@ class DecodeWorkerSettings(WorkerSettings, frozen=True, kw_only=True):
     max_held: Annotated[
         int, Meta(description="sequences that may be held here, running or awaited", ge=1)
     ] = 1024
+    store_finished: Annotated[
+        bool, Meta(description="whether the KV of finished sequences goes to the KV stores")
+    ] = True

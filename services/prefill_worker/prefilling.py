@@ -12,24 +12,26 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import structlog
-import torch
 
 from libs.bus.messages.generation import Prefill, Queued, Refused, TokenDelta
+from libs.cost.plan_fetch import FetchPlan
 from libs.engine.engine import Engine
 from libs.engine.errors import EngineError
 from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, TokenOutput
-from libs.kv.names import block_names
-from libs.request.generation import num_tokens, unpack_token_ids
+from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason, RefusalReason
 from libs.telemetry.traces import start_span
 from libs.transport.frames import HandOverFailed
 from libs.transport.port import LinkError
+from libs.worker.device_events import DeviceEvents
 from libs.worker.recent_requests import RecentRequests
+from libs.worker.stores.prefixes import Prefix, Prefixes
+from libs.worker.stores.puts import Puts
+from libs.worker.stores.store_link import FetchResult
 from services.prefill_worker.metrics import PrefillMetrics
 from services.prefill_worker.outlet import Outlet
 from services.prefill_worker.outlets import Outlets
 from services.prefill_worker.prompts import Prompt, PromptFailed, Prompts
-from services.prefill_worker.store import Store
 
 SendTokens = Callable[[str, Sequence[TokenDelta]], None]
 Spawn = Callable[[str, Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -49,13 +51,11 @@ class Prefilling:
         send_tokens: SendTokens,
         *,
         block_size: int,
-        fingerprint: str,
         max_waiting: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._metrics, self._spawn, self._send_tokens = metrics, spawn, send_tokens
-        self._block_size, self._fingerprint = block_size, fingerprint
-        self._max_waiting, self._clock = max_waiting, clock
+        self._block_size, self._max_waiting, self._clock = block_size, max_waiting, clock
         self.prompts = Prompts()
         self.recent = RecentRequests()
         self.is_draining = False
@@ -63,10 +63,18 @@ class Prefilling:
         """Its holder is the first in line for blocks; waiters follow in order."""
         self._room_came = asyncio.Event()
         self._num_unreserved_tokens = 0
+        self._max_tokens = 0
 
-    def attach(self, engine: Engine, outlets: Outlets, store: Store) -> None:
+    def attach(
+        self, engine: Engine, outlets: Outlets, prefixes: Prefixes, puts: Puts, events: DeviceEvents
+    ) -> None:
         """What prompts run on; before the first request."""
-        self._engine, self._outlets, self._store = engine, outlets, store
+        self._engine, self._outlets, self._events = engine, outlets, events
+        self._prefixes, self._puts = prefixes, puts
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """The most that the engine takes, the first new token included; known once it has started."""
+        self._max_tokens = max_tokens
 
     @property
     def num_unreserved_tokens(self) -> int:
@@ -87,6 +95,7 @@ class Prefilling:
             prompt = Prompt(request, self._clock(), span, first_block=self._first_block(request))
             self.prompts.add(prompt)
             self.recent.add(prompt.request_id, self._clock())
+            self._seek_prefix(prompt)
             prompt.task = self._spawn("prompt", self._run(prompt))
             # Not in `_run`: a task cancelled before its first step never gets there.
             prompt.task.add_done_callback(lambda _: self._over(prompt))
@@ -127,6 +136,7 @@ class Prefilling:
         if prompt is None or prompt.outlet is None:
             return
         started = output.prefill_started_unix_seconds
+        prompt.is_computed = True
         self._metrics.prompt_tokens.inc(prompt.num_tokens)
         self._metrics.cache_queries.inc(prompt.num_tokens)
         self._metrics.cache_hits.inc(output.num_cached_tokens)
@@ -138,6 +148,7 @@ class Prefilling:
 
     def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """See EngineListener."""
+        self._events.tell(stored, removed)
 
     def on_failed(self, failure: SequenceFailed) -> None:
         """See EngineListener."""
@@ -167,8 +178,10 @@ class Prefilling:
             self._room_came.set()
         if prompt.outlet is not None:
             prompt.outlet.forget(prompt)
+        if prompt.finding is not None:
+            prompt.finding.cancel()
         if prompt.put is not None:
-            self._store.end_put(prompt.put)
+            self._puts.end(prompt.put)
         prompt.span.set("outcome", prompt.outcome)
         prompt.span.end()
 
@@ -179,14 +192,7 @@ class Prefilling:
         try:
             async with asyncio.timeout(seconds_left):
                 prompt.outlet = await self._outlets.get(request.decode, request.link_address)
-                reservation = await self._reserve(prompt)
-                num_blocks = await self._load_prefix(prompt, reservation)
-                await self._engine.begin(
-                    prompt.request_id,
-                    num_computed_tokens=num_blocks * self._block_size,
-                    hand_over=True,
-                    first_block=prompt.first_block,
-                )
+                await self._compute(prompt)
                 await prompt.handed_over
         except TimeoutError:
             raise PromptFailed(
@@ -200,6 +206,40 @@ class Prefilling:
             if prompt.handed_over.done():
                 await prompt.handed_over  # What ended it there is the cause.
             raise PromptFailed(FailureReason.INTERNAL, str(error)) from error
+
+    async def _compute(self, prompt: Prompt) -> None:
+        """Have the engine run it, with KV from the stores as far as that is faster."""
+        num_here = (await self._reserve(prompt)).num_cached_blocks
+        plan = await self._plan(prompt, num_here)
+        if prompt.prefix is None or plan is None or not plan.num_blocks:
+            await self._begin(prompt, num_here)
+            return
+        await self._begin(prompt, num_here + plan.num_blocks, awaits_kv=True)
+        if not await self._fetch(prompt, prompt.prefix, num_here, plan):
+            await self._start_over(prompt)
+
+    async def _start_over(self, prompt: Prompt) -> None:
+        """Some of its KV will not come: compute from what is here.
+
+        What was handed out until now is right, for only verified KV was computed with; the same blocks come
+        again and take its place, in order, on the same Link.
+        """
+        self._engine.abort(prompt.request_id)
+        if prompt.outlet is not None:
+            prompt.outlet.forget(prompt)
+        if prompt.put is not None:
+            prompt.put.restart()
+        reservation = await self._reserve(prompt)
+        await self._begin(prompt, reservation.num_cached_blocks)
+
+    async def _begin(self, prompt: Prompt, num_blocks: int, *, awaits_kv: bool = False) -> None:
+        await self._engine.begin(
+            prompt.request_id,
+            num_computed_tokens=num_blocks * self._block_size,
+            hand_over=True,
+            first_block=prompt.first_block,
+            awaits_kv=awaits_kv,
+        )
 
     async def _reserve(self, prompt: Prompt) -> Reservation:
         """Blocks for the whole prompt, in order of arrival."""
@@ -217,26 +257,37 @@ class Prefilling:
         finally:
             self._num_unreserved_tokens -= prompt.num_tokens
 
-    async def _load_prefix(self, prompt: Prompt, reservation: Reservation) -> int:
-        """How many of its first blocks are here after asking the store. Never all: one token is computed."""
-        num_here = reservation.num_cached_blocks
-        if not self._store.is_there:
-            return num_here
-        generation = prompt.request.generation
-        token_ids = unpack_token_ids(generation.token_ids)
-        names = block_names(token_ids, self._block_size, self._fingerprint, generation.cache_salt)
-        num_findable = (num_tokens(generation) - 1) // self._block_size
+    def _seek_prefix(self, prompt: Prompt) -> None:
+        """Ask the stores while it waits for room: they bring it into memory meanwhile."""
+        prefix = self._prefixes.of(prompt.request.generation)
+        if prefix.names:
+            prompt.prefix = prefix
+            prompt.finding = self._spawn("find-prefix", self._prefixes.find(prefix))
 
-        async def write(layer: int, blocks: torch.Tensor) -> bool:
-            return await self._engine.write_blocks(prompt.request_id, layer, num_here, blocks)
+    async def _plan(self, prompt: Prompt, num_here: int) -> FetchPlan | None:
+        """How much to fetch, and what to put; None where nothing can be gained by waiting for an answer."""
+        prefix, finding = prompt.prefix, prompt.finding
+        if prefix is None or finding is None or (num_here >= prefix.num_findable and not finding.done()):
+            return None
+        await finding
+        plan = await self._prefixes.plan(prefix, num_here)
+        prompt.put = self._puts.begin(prefix.names, prefix.found, prompt.request_id)
+        if prompt.put is not None:
+            # Stores want blocks that the decode instance has; they come this way or not at all.
+            prompt.first_block = min(prompt.first_block, prompt.put.blocks.start)
+        return plan
 
-        num_loaded, num_held = await self._store.load(names[:num_findable], num_here, write)
-        if num_held is not None:
-            prompt.put = self._store.begin_put(names, num_held)
-            if prompt.put is not None:
-                # The store wants blocks that the decode instance has; they come this way or not at all.
-                prompt.first_block = min(prompt.first_block, num_held)
-        return num_loaded
+    async def _fetch(self, prompt: Prompt, prefix: Prefix, num_here: int, plan: FetchPlan) -> bool:
+        """Whether the engine has, or will make, all that it was promised. Ends early with the prompt."""
+        fetching = asyncio.ensure_future(self._prefixes.fetch(prefix, num_here, plan, self._engine))
+        try:
+            await asyncio.wait((fetching, prompt.handed_over), return_when=asyncio.FIRST_COMPLETED)
+            if prompt.handed_over.done() or prompt.is_computed:
+                return True
+            return fetching.result() in (FetchResult.HIT, FetchResult.UNWANTED)
+        finally:
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
 
     def _failed(self, prompt: Prompt, failure: PromptFailed) -> None:
         self._metrics.failed.labels(failure.reason.value).inc()
@@ -263,6 +314,9 @@ class Prefilling:
             return Refused(reason=RefusalReason.DRAINING, detail="this worker is shutting down")
         if request.generation.deadline_unix_seconds <= self._clock():
             return Refused(reason=RefusalReason.DEADLINE, detail="its deadline passed on the way here")
+        if num_tokens(request.generation) >= self._max_tokens:
+            detail = f"with its first new token it exceeds the {self._max_tokens} tokens of this worker"
+            return Refused(reason=RefusalReason.TOO_LONG, detail=detail)
         if len(self.prompts) >= self._max_waiting:
             return Refused(
                 reason=RefusalReason.OVERLOADED, detail=f"{self._max_waiting} prompts are waiting already"

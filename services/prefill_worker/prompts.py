@@ -8,8 +8,9 @@ from libs.bus.messages.generation import Prefill
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason
 from libs.telemetry.traces import Span
+from libs.worker.stores.collected_put import CollectedPut
+from libs.worker.stores.prefixes import Prefix
 from services.prefill_worker.outlet import Outlet
-from services.prefill_worker.store_put import StorePut
 
 
 class PromptFailed(Exception):
@@ -35,8 +36,14 @@ class Prompt:
     """Done when the last frame was sent; carries PromptFailed where that will not be."""
     task: "asyncio.Task[None] | None" = None
     outlet: Outlet | None = None
-    put: StorePut | None = None
-    """Collects its new blocks for the KV store."""
+    prefix: Prefix | None = None
+    """What the KV stores have of it."""
+    finding: "asyncio.Task[None] | None" = None
+    """Asks them."""
+    put: CollectedPut | None = None
+    """Collects its new blocks for them."""
+    is_computed: bool = False
+    """Its first token is known."""
     is_over: bool = False
     """Nobody wants what is still queued of it."""
     outcome: str = "aborted"

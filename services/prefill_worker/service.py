@@ -2,34 +2,35 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 import msgspec
 
 from libs.bus.messages.generation import Abort, Prefill, Queued, Refused
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState, WorkerLoad
-from libs.bus.messages.store import FindPrefix
 from libs.bus.port import Subscription
 from libs.engine.engine import Engine
 from libs.model.model import Model
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
+from libs.worker.device_events import DeviceEvents
+from libs.worker.gauges import WorkerGauges
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import (
-    block_shape_of,
     describe_instance,
     engine_settings_of,
+    max_model_len_of,
     open_model,
     open_transport,
 )
+from libs.worker.store_access import StoreAccess
 from libs.worker.token_sender import TokenSender
 from services.prefill_worker.metrics import PrefillMetrics
 from services.prefill_worker.outlets import Outlets
 from services.prefill_worker.prefilling import Prefilling
 from services.prefill_worker.settings import PrefillWorkerSettings
-from services.prefill_worker.store import Store
 
 RENEWALS_PER_LEASE = 3
 
@@ -49,6 +50,7 @@ class PrefillWorkerService:
         self._subscriptions: list[Subscription] = []
         self._transport: Transport | None = None
         self._engine: Engine | None = None
+        self._events: DeviceEvents | None = None
 
     async def open(self, runtime: Runtime) -> None:
         """Load the model, start the engine, listen for prompts."""
@@ -59,7 +61,6 @@ class PrefillWorkerService:
         self._engine = await self._start(runtime, model, self._transport)
         runtime.spawn("engine", self._engine.watch())
         runtime.spawn("tokens", self._tokens.run())
-        runtime.spawn("store-puts", self._store.send_puts())
         runtime.spawn("leases", self._renew_leases())
         self._subscriptions.append(await runtime.bus.serve(Prefill, self._prefill, at=runtime.incarnation))
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
@@ -76,6 +77,8 @@ class PrefillWorkerService:
         """Stop listening, cut the Links, stop the engine."""
         for subscription in self._subscriptions:
             await subscription.close()
+        if self._events is not None:
+            await self._events.close()
         if self._transport is not None:
             await self._transport.close()
         if self._engine is not None:
@@ -90,6 +93,7 @@ class PrefillWorkerService:
             num_waiting=max(0, len(prefilling.prompts) - load.num_running),
             num_reserved=0,
             num_waiting_tokens=load.num_waiting_tokens + prefilling.num_unreserved_tokens,
+            fetch_cost=self._access.stores.fetch_cost,
             recent_request_ids=prefilling.recent.ids(time.time()),
         )
 
@@ -109,7 +113,6 @@ class PrefillWorkerService:
             runtime.spawn,
             self._tokens.send,
             block_size=settings.block_size,
-            fingerprint=model.fingerprint,
             max_waiting=settings.max_waiting,
         )
         engine = Engine(model, engine_settings_of(settings, model), prefilling)
@@ -123,29 +126,23 @@ class PrefillWorkerService:
             connect_timeout_seconds=settings.connect_timeout_seconds,
             send_timeout_seconds=settings.send_timeout_seconds,
         )
-        self._store = Store(
-            transport,
-            runtime.spawn,
-            self._find_prefix,
-            metrics,
-            settings,
-            block_shape_of(model, settings.block_size),
-            model.config.num_layers,
+        self._access = access = StoreAccess(
+            runtime, transport, settings, model, engine, metrics.transfer_bytes
         )
-        prefilling.attach(engine, self._outlets, self._store)
-        self._watch_gauges(metrics, engine, transport)
+        self._events = DeviceEvents(runtime, engine)
+        prefilling.attach(engine, self._outlets, access.prefixes, access.puts, self._events)
+        WorkerGauges(runtime.registry).watch(
+            engine,
+            self.load,
+            num_held=lambda: len(prefilling.prompts),
+            num_links=transport.num_open_links,
+            num_unsent_deltas=lambda: self._tokens.outbox.num_deltas,
+        )
         await engine.start()
+        pool_tokens = engine.num_total_blocks * settings.block_size
+        prefilling.limit_tokens(min(max_model_len_of(settings, model), pool_tokens))
+        await self._events.open()
         return engine
-
-    def _watch_gauges(self, metrics: PrefillMetrics, engine: Engine, transport: Transport) -> None:
-        metrics.num_requests_running.set_function(lambda: engine.load().num_running)
-        metrics.num_requests_waiting.set_function(lambda: self.load().num_waiting)
-        metrics.num_requests_held.set_function(lambda: len(self._prefilling.prompts))
-        metrics.num_used_blocks.set_function(lambda: engine.num_total_blocks - engine.num_free_blocks)
-        metrics.num_blocks.set_function(lambda: engine.num_total_blocks)
-        metrics.cache_usage.set_function(lambda: 1 - engine.num_free_blocks / max(1, engine.num_total_blocks))
-        metrics.num_links.set_function(transport.num_open_links)
-        metrics.num_put_bytes.set_function(lambda: self._store.num_kept_bytes)
 
     async def _prefill(self, request: Prefill) -> Queued | Refused:
         answer = self._prefilling.take(request)
@@ -154,14 +151,6 @@ class PrefillWorkerService:
 
     def _abort(self, message: Abort) -> None:
         self._prefilling.abort(message.request_id)
-
-    async def _find_prefix(self, store: str, names: Sequence[bytes]) -> int:
-        held = await self._runtime.bus.request(
-            FindPrefix(names=b"".join(names), run_lengths=(len(names),)),
-            to=store,
-            timeout_seconds=self._settings.store_find_timeout_seconds,
-        )
-        return held.num_blocks[0]
 
     async def _renew_leases(self) -> NoReturn:
         while True:
@@ -178,7 +167,7 @@ class PrefillWorkerService:
             if self._may_send_to(presence):
                 greeting = self._outlets.greet(presence.incarnation, presence.link_address)
                 self._runtime.spawn("greet", greeting)
-        self._store.set_stores(self._roster.ready(ServiceKind.KV_STORE))
+        self._access.stores.set_stores(self._roster.ready(ServiceKind.KV_STORE))
 
     def _may_send_to(self, presence: Presence) -> bool:
         return (

@@ -227,7 +227,7 @@ async def test_a_deadline_ends_a_sequence_wherever_it_is(mesh: WorkersMesh) -> N
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
     awaited = gateway.listen(gateway.generation(prompt_of(9), seconds=0.3))
     await gateway.reserve(awaited.generation, decode.incarnation, "nobody")
-    running = await gateway.begin(gateway.generation(prompt_of(9), max_tokens=490, seconds=0.3), **where)
+    running = await gateway.begin(gateway.generation(prompt_of(9), max_tokens=490, seconds=0.1), **where)
     for stream in (awaited, running):
         await stream.end()
         assert stream.failure is FailureReason.DEADLINE

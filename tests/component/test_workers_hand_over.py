@@ -5,7 +5,8 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from workers_mesh import Reference, WorkersMesh, prompt_of, running_mesh
+from workers_mesh import WorkersMesh, prompt_of, running_mesh
+from workers_reference import Reference
 
 from libs.bus.messages.generation import Refused, Reserved
 from libs.request.outcome import FailureReason, FinishReason, RefusalReason

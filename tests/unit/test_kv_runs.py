@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -52,4 +53,4 @@ def test_runs_side_by_side_are_joined_and_others_are_not(is_taken: list[bool]) -
     runs = [run for run, taken in zip(runs_of(len(is_taken) * RUN_BLOCKS), is_taken, strict=True) if taken]
     joined = joined_runs(runs)
     assert [n for run in joined for n in run] == [n for run in runs for n in run]
-    assert all(one.stop < other.start for one, other in zip(joined, joined[1:], strict=False))
+    assert all(one.stop < other.start for one, other in pairwise(joined))

@@ -1,6 +1,7 @@
 """One Link to a KV store: fetches of prefixes, puts of new blocks."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,12 +27,12 @@ from libs.transport.frames import (
     encode_header,
 )
 from libs.transport.port import Link, LinkError, Received
-from services.prefill_worker.metrics import PrefillMetrics
-from services.prefill_worker.store_put import StorePut
+from libs.worker.stores.metrics import StoreMetrics
+from libs.worker.stores.put_part import PutPart
 
-WriteLayer = Callable[[int, torch.Tensor], Awaitable[bool]]
-"""Layer and its blocks. Returns when their memory is no longer needed; False where nobody wants them any
-more. Raises EngineError."""
+WriteBlocks = Callable[[int, int, torch.Tensor], Awaitable[bool]]
+"""Layer, first block of the prompt, and blocks from there on. Returns when their memory is no longer needed;
+False where nobody wants them any more. Raises EngineError."""
 
 log = structlog.get_logger()
 
@@ -40,6 +41,8 @@ class FetchResult(Enum):
     """How a fetch ended. All but HIT mean: compute it."""
 
     HIT = "hit"
+    UNWANTED = "unwanted"
+    """Nobody waits for these blocks any more."""
     MISSED = "missed"
     CORRUPT = "corrupt"
     FAILED = "failed"
@@ -47,10 +50,15 @@ class FetchResult(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Fetching:
-    num_blocks: int
-    write: WriteLayer
+    segments: Sequence[range]
+    write: WriteBlocks
     result: "asyncio.Future[FetchResult]"
     written: set[int] = field(default_factory=set[int])
+    arrived_at: float = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.segments))
 
     def end(self, result: FetchResult) -> None:
         if not self.result.done():
@@ -65,7 +73,7 @@ class StoreLink:
         link: Link,
         shape: BlockShape,
         num_layers: int,
-        metrics: PrefillMetrics,
+        metrics: StoreMetrics,
         *,
         send_timeout_seconds: float,
     ) -> None:
@@ -73,6 +81,7 @@ class StoreLink:
         self._send_timeout_seconds = send_timeout_seconds
         self._fetching: dict[int, _Fetching] = {}
         self._ids = count(1)
+        self._putting = asyncio.Lock()
 
     @property
     def is_open(self) -> bool:
@@ -94,42 +103,54 @@ class StoreLink:
         await self._link.close()
 
     async def fetch(
-        self, names: Sequence[bytes], write: WriteLayer, *, timeout_seconds: float
-    ) -> FetchResult:
-        """Have all layers of these blocks written. Unless it is a HIT, any part may have been written."""
-        fetch_id = next(self._ids)
-        fetching = _Fetching(len(names), write, asyncio.get_running_loop().create_future())
+        self, names: Sequence[bytes], segments: Sequence[range], write: WriteBlocks, *, timeout_seconds: float
+    ) -> tuple[FetchResult, float]:
+        """Have all layers of these blocks written; `segments` are their positions in the prompt, in order.
+
+        Returns the result and the seconds until the last layer arrived. Unless it is a HIT, any part may have
+        been written, and nothing more is written after this returned.
+        """
+        fetch_id, started = next(self._ids), time.monotonic()
+        fetching = _Fetching(segments, write, asyncio.get_running_loop().create_future())
         self._fetching[fetch_id] = fetching
         header = encode_header(Fetch(fetch_id=fetch_id, num_blocks=len(names)))
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._link.send(header, _joined(names), timeout_seconds=timeout_seconds)
-                return await fetching.result
+                result = await fetching.result
+                return result, fetching.arrived_at - started
         except (TimeoutError, LinkError) as error:
-            log.info("prefix_not_fetched", reason=str(error) or "it took too long")
-            return FetchResult.FAILED
+            log.info("prefix_not_fetched", peer=self._link.peer, reason=str(error) or "it took too long")
+            return FetchResult.FAILED, time.monotonic() - started
         finally:
             fetching.end(FetchResult.FAILED)
             del self._fetching[fetch_id]
 
-    async def put(self, put: StorePut) -> None:
-        """Send a complete put. Raises LinkError."""
-        put_id = next(self._ids)
-        names = PutNames(
-            put_id=put_id,
-            num_blocks=len(put.names),
-            num_layers=self._num_layers,
-            layer_bytes=self._shape.num_bytes,
-        )
-        await self._link.send(
-            encode_header(names), _joined(put.names), timeout_seconds=self._send_timeout_seconds
-        )
-        for layers in layer_groups(self._num_layers, self._shape.num_bytes * len(put.names)):
-            body = bytes_of(put.take_layers(layers))
-            checksum = checksum_of_blocks(block_checksums(body, len(layers) * len(put.names)))
-            header = PutLayer(put_id=put_id, layer=layers.start, num_layers=len(layers), checksum=checksum)
-            await self._link.send(encode_header(header), body, timeout_seconds=self._send_timeout_seconds)
-            self._metrics.transfer_bytes.labels("put").inc(body.size)
+    async def put(self, part: PutPart) -> None:
+        """Send blocks, after those that were put before. Raises LinkError."""
+        async with self._putting:
+            put_id = next(self._ids)
+            names = PutNames(
+                put_id=put_id,
+                num_blocks=len(part.names),
+                num_layers=self._num_layers,
+                layer_bytes=self._shape.num_bytes,
+                parent=part.parent,
+                request_id=part.request_id,
+                num_output_tokens=part.num_output_tokens,
+            )
+            await self._send(encode_header(names), _joined(part.names))
+            for layers in layer_groups(self._num_layers, self._shape.num_bytes * len(part.names)):
+                body = bytes_of(part.take_layers(layers))
+                checksum = checksum_of_blocks(block_checksums(body, len(layers) * len(part.names)))
+                header = PutLayer(
+                    put_id=put_id, layer=layers.start, num_layers=len(layers), checksum=checksum
+                )
+                await self._send(encode_header(header), body)
+                self._metrics.transfer_bytes.labels("put").inc(body.size)
+
+    async def _send(self, header: bytes, body: NDArray[np.uint8]) -> None:
+        await self._link.send(header, body, timeout_seconds=self._send_timeout_seconds)
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> str:
         while True:
@@ -157,6 +178,7 @@ class StoreLink:
         if isinstance(header, FetchMissed):
             fetching.end(FetchResult.MISSED)
             return False
+        fetching.arrived_at = time.monotonic()
         self._metrics.transfer_bytes.labels("fetched").inc(frame.body.size)
         if not self._is_right(header, frame, fetching):
             log.warning("fetched_kv_corrupt", peer=self._link.peer, layer=header.layer)
@@ -177,26 +199,45 @@ class StoreLink:
     async def _write(self, header: Fetched, frame: Received, fetching: _Fetching) -> None:
         layers = range(header.layer, header.layer + header.num_layers)
         try:
-            if not fetching.result.done():
-                blocks = self._shape.layers_of(frame.body, header.num_layers, fetching.num_blocks)
-                writes = (fetching.write(layer, blocks[layer - header.layer]) for layer in layers)
-                # All are waited for, whatever becomes of one: the frame's memory is read until then.
-                results = await asyncio.gather(*writes, return_exceptions=True)
-                self._note(fetching, layers, results)
+            blocks = self._shape.layers_of(frame.body, header.num_layers, fetching.num_blocks)
+            writes = (
+                self._write_segment(fetching, layer, segment, blocks[layer - header.layer, first : first + n])
+                for layer in layers
+                for segment, first, n in _offsets(fetching.segments)
+            )
+            # All are waited for, whatever becomes of one: the frame's memory is read until then.
+            results = await asyncio.gather(*writes, return_exceptions=True)
+            self._note(fetching, layers, results)
         finally:
             frame.release()
+
+    @staticmethod
+    async def _write_segment(fetching: _Fetching, layer: int, segment: range, blocks: torch.Tensor) -> bool:
+        # Looked at just before: who asked may use the same blocks anew once the fetch has ended.
+        return not fetching.result.done() and await fetching.write(layer, segment.start, blocks)
 
     def _note(self, fetching: _Fetching, layers: range, results: Sequence[bool | BaseException]) -> None:
         for result in results:
             if isinstance(result, EngineError):
                 log.warning("fetched_kv_not_written", reason=str(result))
+                fetching.end(FetchResult.FAILED)
             elif isinstance(result, BaseException):
                 raise result
         if not all(result is True for result in results):
-            fetching.end(FetchResult.FAILED)
+            fetching.end(FetchResult.UNWANTED)
         fetching.written.update(layers)
         if len(fetching.written) == self._num_layers:
             fetching.end(FetchResult.HIT)
+
+
+def _offsets(segments: Sequence[range]) -> list[tuple[range, int, int]]:
+    """Each segment with the place and the number of its blocks among all that travel."""
+    offsets: list[tuple[range, int, int]] = []
+    first = 0
+    for segment in segments:
+        offsets.append((segment, first, len(segment)))
+        first += len(segment)
+    return offsets
 
 
 def _joined(names: Sequence[bytes]) -> NDArray[np.uint8]:

@@ -1,0 +1,140 @@
+"""One store as a worker knows it: whether it is worth asking, and the Link to it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from libs.bus.messages.presence import Presence
+from libs.bus.messages.store import FindPrefix, PrefixHeld
+from libs.bus.port import Bus, BusError, NoResponders, NotConnected
+from libs.kv.tensors import BlockShape
+from libs.transport.port import LinkError, LinkLost, Transport
+from libs.worker.stores.metrics import StoreMetrics
+from libs.worker.stores.put_part import PutPart
+from libs.worker.stores.store_link import FetchResult, StoreLink, WriteBlocks
+from libs.worker.stores.trust import Trust
+
+Spawn = Callable[[str, Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+log = structlog.get_logger()
+
+
+class StorePeer:
+    """One incarnation. Its Link is made when it is met, and again after it broke."""
+
+    def __init__(
+        self,
+        presence: Presence,
+        bus: Bus,
+        transport: Transport,
+        spawn: Spawn,
+        metrics: StoreMetrics,
+        shape: BlockShape,
+        num_layers: int,
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        self.presence = presence
+        self._bus, self._transport, self._spawn, self._metrics = bus, transport, spawn, metrics
+        self._shape, self._num_layers = shape, num_layers
+        self._timeout_seconds = timeout_seconds
+        """For a Link to be made, and for a frame of a put to be taken."""
+        self._trust = Trust()
+        self._link: StoreLink | None = None
+        self._connecting = asyncio.Lock()
+        self._is_closed = False
+
+    def meet(self) -> None:
+        """Make the Link in the background, before the first prefix needs it."""
+        if not self._connecting.locked() and self._trust.is_due(time.monotonic()):
+            self._spawn("meet-store", self._meet())
+
+    def leave(self) -> None:
+        """It has left the mesh."""
+        self._is_closed = True
+        link, self._link = self._link, None
+        if link is not None:
+            self._spawn("leave-store", link.close())
+
+    async def find(self, question: FindPrefix, *, timeout_seconds: float) -> PrefixHeld | None:
+        """None: it did not answer, or did not for too long to be asked."""
+        if not self._trust.is_due(time.monotonic()):
+            return None
+        try:
+            answer = await self._bus.request(
+                question, to=self.presence.incarnation, timeout_seconds=timeout_seconds
+            )
+        except (NoResponders, NotConnected) as error:
+            # Told at once, so asking again costs nobody anything.
+            log.info("store_not_asked", store=self.presence.name, reason=str(error))
+            return None
+        except BusError as error:
+            log.info("store_not_asked", store=self.presence.name, reason=str(error))
+            self._trust.failed(time.monotonic())
+            return None
+        self._trust.succeeded()
+        return answer
+
+    async def fetch(
+        self, names: Sequence[bytes], segments: Sequence[range], write: WriteBlocks, *, timeout_seconds: float
+    ) -> tuple[FetchResult, float]:
+        """See StoreLink. Out of reach it holds nobody up: this prompt computes, a later one may fetch."""
+        if self._link is None or not self._link.is_open:
+            self.meet()
+            return FetchResult.FAILED, 0.0
+        result, seconds = await self._link.fetch(names, segments, write, timeout_seconds=timeout_seconds)
+        if result is FetchResult.FAILED:
+            self._trust.failed(time.monotonic())
+        return result, seconds
+
+    async def put(self, part: PutPart) -> bool:
+        """Whether it was sent; puts of one store go one after the other."""
+        is_out_of_reach = self._link is None or not self._link.is_open
+        if is_out_of_reach and not self._trust.is_due(time.monotonic()):
+            return False
+        try:
+            await (await self._connected()).put(part)
+        except LinkError as error:
+            self._trust.failed(time.monotonic())
+            log.info("blocks_not_put", store=self.presence.name, reason=str(error))
+            return False
+        return True
+
+    async def _meet(self) -> None:
+        try:
+            await self._connected()
+        except LinkError as error:
+            self._trust.failed(time.monotonic())
+            log.info("store_not_reached", store=self.presence.name, reason=str(error))
+
+    async def _connected(self) -> StoreLink:
+        async with self._connecting:
+            self._check_here()
+            if self._link is None or not self._link.is_open:
+                link = await self._transport.connect(
+                    self.presence.link_address,
+                    expected_peer=self.presence.incarnation,
+                    timeout_seconds=self._timeout_seconds,
+                )
+                self._link = StoreLink(
+                    link,
+                    self._shape,
+                    self._num_layers,
+                    self._metrics,
+                    send_timeout_seconds=self._timeout_seconds,
+                )
+                self._spawn("store-link", self._serve(self._link))
+                self._check_here()  # It may have left while the Link was being made.
+            return self._link
+
+    def _check_here(self) -> None:
+        if self._is_closed:
+            self.leave()
+            raise LinkLost(f"{self.presence.name} has left the mesh")
+
+    async def _serve(self, link: StoreLink) -> None:
+        reason = await link.serve()
+        log.info("store_link_ended", store=self.presence.name, reason=reason)
