@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from libs.bus.messages.kv_events import Cleared, KvEvent, Removed, Stored, Tier
 from libs.kv.names import NAME_BYTES
 
-Int32s = NDArray[np.int32]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class HeldPrefix:
 
     num_blocks: int
     """Of the chain; nobody holds any from here on, or it ends."""
-    by_slot: Int32s
+    by_slot: Ints
     """How many of the first blocks the DEVICE slot of this number holds."""
-    store_end: Int32s
+    store_end: Ints
     """For each position 0..num_blocks: stores hold the blocks from there up to this one, without a gap."""
-    disk_before: Int32s
+    disk_before: Ints
     """For each position 0..num_blocks: how many blocks before it stores hold on disk alone."""
 
 
@@ -98,10 +98,10 @@ class KvView:
             self._sweeping = 0
         return bool(self._sweeping or self._dead)
 
-    def slots(self, holders: Sequence[str]) -> Int32s:
+    def slots(self, holders: Sequence[str]) -> Ints:
         """The DEVICE slot of each holder; -1: it has none. Good until `num_slot_changes` rises."""
         slots = self._slots
-        return np.array([slots.get((holder, Tier.DEVICE), -1) for holder in holders], dtype=np.int32)
+        return np.array([slots.get((holder, Tier.DEVICE), -1) for holder in holders], dtype=np.int64)
 
     def tiers_of(self, holder: str, name: bytes) -> set[Tier]:
         """Where this holder has this block."""
@@ -118,7 +118,7 @@ class KvView:
         memory, disk = self._live[Tier.DRAM], self._live[Tier.DISK]
         in_memory = np.array([mask & memory != 0 for mask in held], dtype=np.bool_)
         on_disk = np.array([mask & disk != 0 for mask in held], dtype=np.bool_)
-        disk_before = np.zeros(len(held) + 1, dtype=np.int32)
+        disk_before = np.zeros(len(held) + 1, dtype=np.int64)
         np.cumsum(on_disk & ~in_memory, out=disk_before[1:])
         return HeldPrefix(
             num_blocks=len(held),
@@ -137,13 +137,14 @@ class KvView:
             if not mask:
                 break
             held.append(mask)
-        for key, mask in zip(reversed(keys[: len(held)]), reversed(held), strict=True):
-            masks.pop(key)
-            masks[key] = mask
+        for key in reversed(keys[: len(held)]):
+            masks.move_to_end(key)
+        if self._sweeping:  # behind its back from now on, so its work is done here
+            masks.update(zip(keys, held, strict=False))
         return held
 
-    def _leading(self, held: list[int]) -> Int32s:
-        by_slot = np.zeros(self._num_slots, dtype=np.int32)
+    def _leading(self, held: list[int]) -> Ints:
+        by_slot = np.zeros(self._num_slots, dtype=np.int64)
         num_bytes = (self._num_slots + 7) // 8
         run = self._live[Tier.DEVICE]
         ends: list[int] = []
@@ -157,7 +158,7 @@ class KvView:
         if ends:
             packed = np.frombuffer(b"".join(dropped), dtype=np.uint8).reshape(len(ends), num_bytes)
             rows, slots = np.nonzero(np.unpackbits(packed, axis=1, bitorder="little"))
-            by_slot[slots] = np.array(ends, dtype=np.int32)[rows]
+            by_slot[slots] = np.array(ends, dtype=np.int64)[rows]
         return by_slot
 
     def _store(self, bit: int, names: bytes) -> None:
@@ -210,14 +211,14 @@ def _bits(mask: int) -> Iterator[int]:
         mask &= mask - 1
 
 
-def _run_ends(held: NDArray[np.bool_]) -> Int32s:
+def _run_ends(held: NDArray[np.bool_]) -> Ints:
     """For each position and the end: where the run of held blocks that begins there stops."""
-    positions = np.arange(len(held) + 1, dtype=np.int32)
+    positions = np.arange(len(held) + 1, dtype=np.int64)
     stops = np.where(np.append(~held, True), positions, len(held))
-    return np.minimum.accumulate(stops[::-1])[::-1].astype(np.int32)
+    return np.minimum.accumulate(stops[::-1])[::-1].astype(np.int64)
 
 
 NOTHING_HELD = HeldPrefix(
-    0, np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    0, np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
 )
 """Of a chain that nobody was asked about."""

@@ -1,0 +1,1 @@
+"""Where a request goes: pure choices over plain state. The router and the simulator run the same."""

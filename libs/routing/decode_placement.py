@@ -1,0 +1,40 @@
+"""Which instance decodes a sequence, by the KV that it is going to take there."""
+
+import numpy as np
+
+from libs.routing.candidates import DecodeCandidates, Draw, Ints
+
+NEAR_SHARE = 0.01
+"""Of a pool. Candidates this close count as equal, for the same reasons as in `policies`."""
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that so many tokens and the one that comes next take."""
+    return num_tokens // block_size + 1
+
+
+def expected_output_tokens(max_new_tokens: int, mean_output_tokens: float, cap: int) -> int:
+    """How long the answer will be: its upper bound, or what answers took on average if that is less, and
+    `cap` at most. A mean of 0 is not known yet: then nothing is expected, so that nothing is held back."""
+    return int(min(max_new_tokens, mean_output_tokens, cap))
+
+
+def expected_growth_blocks(
+    num_running: Ints, num_beginning: Ints, mean_output_tokens: Ints, block_size: Ints
+) -> Ints:
+    """Blocks that the sequences of each instance will yet take: those running are halfway on average, and
+    each needs one more at least."""
+    whole = mean_output_tokens // block_size
+    growth: Ints = num_running * np.maximum(whole // 2, 1) + num_beginning * np.maximum(whole, 1)
+    return growth
+
+
+def least_kv(num_needed_blocks: Ints, candidates: DecodeCandidates, draw: Draw) -> int:
+    """The one whose pool will be the least full with this sequence in it. `num_needed_blocks`: per
+    candidate."""
+    taken = candidates.num_blocks - candidates.num_free_blocks + num_needed_blocks
+    share = taken / np.maximum(candidates.num_blocks, 1)
+    near = np.flatnonzero(share <= share.min() + NEAR_SHARE)
+    counts = candidates.num_sequences[near]
+    near = near[counts == counts.min()]
+    return int(near[int(draw.first * len(near))])
