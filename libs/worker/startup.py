@@ -103,8 +103,10 @@ def describe_instance(
     *,
     link_address: str = "",
     runs_prompts: bool = False,
+    num_seats: int = 0,
 ) -> None:
-    """Tell others which model runs here, and whose KV it can share."""
+    """Tell others which model runs here, whose KV it can share, and how many requests may be here (0: not
+    told)."""
     runtime.describe(
         model=settings.model,
         # KV of another block size is other KV, although the weights are the same.
@@ -112,6 +114,9 @@ def describe_instance(
         max_model_len=max_model_len_of(settings, model),
         link_address=link_address,
         runs_prompts=runs_prompts,
+        num_seats=num_seats,
+        num_layers=model.config.num_layers,
+        block_bytes=model.config.num_layers * block_shape_of(model, settings.block_size).num_bytes,
     )
 
 

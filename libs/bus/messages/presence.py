@@ -49,6 +49,11 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     runs_prompts: bool = False
     """A decode worker of role `both`: needs no prefill worker."""
+    num_seats: int = 0
+    """Requests that may be here at once, waiting or running; beyond it more are refused. 0: not told."""
+    num_layers: int = 0
+    block_bytes: int = 0
+    """Of one KV block in all layers."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +77,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a prompt's tokens cost here, as measured; None: not known."""
     fetch_cost: FetchCost | None = None
     """What it costs to bring KV from the stores here, as measured; None: not known."""
+    mean_output_tokens: float = 0.0
+    """What the sequences that ended here took, on a running average; 0: not known."""
     recent_request_ids: tuple[str, ...] = ()
     """Attempts taken in within the last seconds: what is named here is counted in the figures above."""
 
