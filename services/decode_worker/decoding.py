@@ -14,6 +14,7 @@ from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason, RefusalReason
 from libs.telemetry.traces import start_span
 from libs.transport.frames import HandOver
+from libs.worker.answer_lengths import AnswerLengths
 from libs.worker.recent_requests import RecentRequests
 from services.decode_worker.adoption import Adoption
 from services.decode_worker.metrics import DecodeMetrics
@@ -45,6 +46,7 @@ class Decoding:
         self._block_size, self._num_layers = block_size, num_layers
         self._max_held, self._clock = max_held, clock
         self.recent = RecentRequests()
+        self.answer_lengths = AnswerLengths()
         self.is_draining = False
         self.came = asyncio.Event()
         """Set when a sequence got a lease or lost it: the next expiry may be another."""
@@ -157,6 +159,7 @@ class Decoding:
             by_gateway.setdefault(held.generation.gateway, []).append(_delta_of(token))
             held.output_ids.append(token.token_id)
             if token.finish is not None:
+                self.answer_lengths.add(len(held.output_ids))
                 self._end(token.sequence_id, token.finish.value)
                 if self._on_finished is not None:
                     self._on_finished(held)

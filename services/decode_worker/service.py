@@ -80,6 +80,8 @@ class DecodeWorkerService:
             model,
             link_address=self._listener.address,
             runs_prompts=self._settings.role == "both",
+            # One batch that runs and one that awaits its KV; more would hold blocks and do nothing.
+            num_seats=min(self._settings.max_held, 2 * self._settings.max_num_seqs),
         )
 
     async def drain(self) -> None:
@@ -112,6 +114,7 @@ class DecodeWorkerService:
             num_reserved=num_awaited,
             fetch_cost=self._access.stores.fetch_cost,
             num_waiting=max(0, len(self._sequences) - num_awaited - load.num_running),
+            mean_output_tokens=self._decoding.answer_lengths.mean_tokens,
             recent_request_ids=self._decoding.recent.ids(self._clock()),
         )
 

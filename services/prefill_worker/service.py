@@ -64,7 +64,7 @@ class PrefillWorkerService:
         runtime.spawn("leases", self._renew_leases())
         self._subscriptions.append(await runtime.bus.serve(Prefill, self._prefill, at=runtime.incarnation))
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
-        describe_instance(runtime, self._settings, model)
+        describe_instance(runtime, self._settings, model, num_seats=self._settings.max_waiting)
         runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
 
     async def drain(self) -> None:
