@@ -1,4 +1,4 @@
-"""From the command line to what is sent and when. Pure, but that a trace is read as it goes."""
+"""From the command line to what is sent and when. Raises TraceError, OSError."""
 
 import argparse
 from collections.abc import Iterator
@@ -12,7 +12,9 @@ from loadtest.trace import ReplayRules, read_trace, replay
 def planned(options: argparse.Namespace) -> Iterator[Arrival]:
     """What is sent and when, by the command line alone."""
     if options.trace is not None:
-        told = replay(read_trace(options.trace), _replay_rules(options), options.seed)
+        # Read as a whole before the first request: a bad line must not end a run in its middle.
+        requests = list(read_trace(options.trace))
+        told = replay(iter(requests), _replay_rules(options), options.seed)
     else:
         shape = PromptShape(
             prefix_tokens=options.prefix_tokens,

@@ -28,8 +28,10 @@ class Targets:
 
     def are_met(self, record: Record) -> bool:
         """Whether the answer came whole and in time."""
+        first_seconds = record.first_token_seconds
         pairs = (
-            (record.first_token_seconds, self.first_token_seconds),
+            # An answer without text is told by its end.
+            (record.total_seconds if first_seconds is None else first_seconds, self.first_token_seconds),
             (record.seconds_per_output_token, self.output_token_seconds),
             (record.total_seconds, self.total_seconds),
         )
