@@ -17,6 +17,8 @@ class DecodeInstance:
     ) -> None:
         self.name, self.shape = name, shape
         self.num_reserved_blocks = 0
+        self.num_placed = 0
+        """Sequences that it keeps room for."""
         self._block_size, self._finished = block_size, finished
         self._sequences: SharedProgress[Job] = SharedProgress()
         self._num_changes = 0
@@ -39,6 +41,7 @@ class DecodeInstance:
     def reserve(self, job: Job) -> None:
         """Keep room for it."""
         self.num_reserved_blocks += self.num_blocks(job)
+        self.num_placed += 1
 
     def begin(self, job: Job, now: float) -> list[Due]:
         """Its KV and its first token are here."""
@@ -71,6 +74,7 @@ class DecodeInstance:
             joined_at = self._sequences.progress - (job.request.num_output_tokens - 1)
             self._num_context_at_start -= job.request.num_input_tokens - joined_at
             self.num_reserved_blocks -= self.num_blocks(job)
+            self.num_placed -= 1
             job.finished_at = now
         dues += self._go_on()
         for job in ended:

@@ -11,31 +11,31 @@ from libs.cost.prefill import num_pairs, prefill_seconds
 from libs.engine.allocator import BlockAllocator
 from libs.simulator.event_loop import Due
 from libs.simulator.job import Job
-from libs.simulator.shape import PrefillShape
+from libs.simulator.shape import ClusterShape
 
 OnJob = Callable[[Job, float], list[Due]]
 
 
 class PrefillInstance:
-    """`begin_fetch` is called when a prompt got its blocks, `prefilled` at its first token."""
+    """`begin_fetch` is called when a prompt got its blocks, `prefilled` at its first token, `stepped` after
+    each step."""
 
     def __init__(
         self,
         name: str,
-        shape: PrefillShape,
-        block_size: int,
-        num_layers: int,
+        cluster: ClusterShape,
         begin_fetch: OnJob,
         prefilled: OnJob,
+        stepped: Callable[[float], list[Due]],
     ) -> None:
-        self.name, self.shape = name, shape
-        self.allocator = BlockAllocator(shape.num_blocks)
+        self.name, self.shape = name, cluster.prefill
+        self.allocator = BlockAllocator(cluster.prefill.num_blocks)
         self.busy_seconds = 0.0
         self.num_jobs = 0
         """Placed here and not through."""
         self.num_waiting_tokens = 0
-        self._block_size, self._num_layers = block_size, num_layers
-        self._begin_fetch, self._prefilled = begin_fetch, prefilled
+        self._block_size, self._num_layers = cluster.block_size, cluster.num_layers
+        self._begin_fetch, self._prefilled, self._stepped = begin_fetch, prefilled, stepped
         self._without_blocks: deque[Job] = deque()
         self._queue: dict[Job, None] = {}
         self._queued_seconds = 0.0
@@ -154,7 +154,8 @@ class PrefillInstance:
             self.begin_computing_less(job, count)
             if not job.num_left:
                 dues += self._finish(job, now)
-        return dues + self._go_on(now)
+        dues += self._go_on(now)
+        return dues + self._stepped(now)
 
     def _finish(self, job: Job, now: float) -> list[Due]:
         del self._queue[job]

@@ -41,7 +41,6 @@ class Report(msgspec.Struct, frozen=True):
     hit_rates: HitRates
     work_shares: dict[str, float]
     """Of all seconds that prefill instances computed, by instance."""
-    num_events: int
 
 
 def make_report(
@@ -50,7 +49,6 @@ def make_report(
     refused: int,
     busy_seconds: Mapping[str, float],
     block_size: int,
-    num_events: int,
 ) -> Report:
     """Add up what happened to the jobs that were served."""
     served = list(jobs)
@@ -79,7 +77,6 @@ def make_report(
             share(sum(job.num_disk_blocks for job in served)),
         ),
         work_shares={name: busy / work if work else 0.0 for name, busy in busy_seconds.items()},
-        num_events=num_events,
     )
 
 

@@ -7,6 +7,8 @@ from msgspec import Meta
 
 from libs.cost.fetch import FetchCost
 from libs.cost.prefill import PrefillCost
+from libs.kv.eviction import EvictionKind
+from libs.kv.write_policy import WritePolicy
 from libs.simulator.shape import ClusterShape, DecodeCost, DecodeShape, PrefillShape, StoreShape
 from libs.simulator.synthetic import Arrivals, SyntheticLoad
 
@@ -42,10 +44,11 @@ class SimulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_blocks: Annotated[int, Meta(description="KV blocks of a decode instance", ge=1)] = 4000
     memory_blocks: Annotated[int, Meta(description="KV blocks in the memory of a store", ge=1)] = 10_000
     disk_blocks: Annotated[int, Meta(description="KV blocks on the disk of a store", ge=0)] = 0
-    eviction: Annotated[Literal["lru", "lfu"], Meta(description="what a store evicts first")] = "lru"
-    write_policy: Annotated[
-        Literal["write_through", "write_back", "selective"], Meta(description="when a store writes to disk")
-    ] = "write_through"
+    eviction: Annotated[EvictionKind, Meta(description="what a store evicts first")] = "lru"
+    write_policy: Annotated[WritePolicy, Meta(description="when a store writes to disk")] = "write_through"
+    max_waiting_tokens: Annotated[
+        int, Meta(description="a prefill instance with more prompt tokens queued gets no further ones", ge=1)
+    ] = 32768
 
     step_seconds: Annotated[float, Meta(description="a prefill step by itself", gt=0)] = 5e-3
     token_seconds: Annotated[float, Meta(description="a new token of a prompt", gt=0)] = 4e-5
@@ -80,6 +83,7 @@ class SimulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
             block_size=self.block_size,
             block_bytes=self.block_bytes,
             num_layers=self.layers,
+            max_waiting_tokens=self.max_waiting_tokens,
         )
 
     def load(self) -> SyntheticLoad:

@@ -1,14 +1,11 @@
 """What a simulated cluster is made of."""
 
-from typing import Literal
-
 import msgspec
 
 from libs.cost.fetch import FetchCost
 from libs.cost.prefill import MAX_STEP_TOKENS, PrefillCost
 from libs.kv.eviction import EvictionKind
-
-WritePolicy = Literal["write_through", "write_back", "selective"]
+from libs.kv.write_policy import WritePolicy
 
 
 class DecodeCost(msgspec.Struct, frozen=True):
@@ -61,6 +58,8 @@ class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     """In all layers."""
     num_layers: int
+    max_waiting_tokens: int = 32768
+    """A prefill instance with more prompt tokens queued gets no further ones, as in the router."""
 
     @property
     def store_names(self) -> tuple[str, ...]:

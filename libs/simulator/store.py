@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from libs.kv.block_tree import DISK, MEMORY, BlockTree
+from libs.kv.write_policy import is_written_when_hit, is_written_when_put, num_blocks_to_flush
 from libs.simulator.channel import Channel
 from libs.simulator.event_loop import Due
 from libs.simulator.shape import StoreShape
@@ -43,17 +44,15 @@ class SimulatedStore:
 
     def begin_reading(self, nodes: Sequence[int], now: float) -> list[Due]:
         """These are fetched: they count as used, stay until `end_reading`, and come into memory."""
-        tree = self.tree
+        tree, policy = self.tree, self._shape.write_policy
         tree.touch(nodes, now)
         tree.begin_reading(nodes)
         absent = [node for node in nodes if not tree.is_in(node, MEMORY)]
-        num_moved = self._make_room(len(absent), now)
+        self._make_room(MEMORY, len(absent), now)
         for node in absent[: self._num_free(MEMORY)]:
             tree.add(tree.name_of(node), b"", MEMORY, now)
-        dues = self._begin_write(num_moved, now)
-        if self._shape.write_policy == "selective":
-            dues += self._copy_to_disk([node for node in nodes if tree.num_hits[node] > 1], now)
-        return dues
+        hot = [node for node in nodes if is_written_when_hit(policy, int(tree.num_hits[node]))]
+        return self._copy_to_disk(hot, now) + self._flush(now)
 
     def end_reading(self, nodes: Sequence[int]) -> None:
         """The inverse of `begin_reading`."""
@@ -65,52 +64,43 @@ class SimulatedStore:
         held = tree.longest_prefix(names)
         tree.touch(held, now, is_hit=False)
         tree.begin_reading(held)
-        num_moved = self._make_room(len(names) - len(held), now)
+        self._make_room(MEMORY, len(names) - len(held), now)
         tree.end_reading(held)
         chain = [parent, *names]
         stop = min(len(names), len(held) + self._num_free(MEMORY))
         added = [tree.add(chain[at + 1], chain[at], MEMORY, now) for at in range(len(held), stop)]
-        dues = self._begin_write(num_moved, now)
-        if self._shape.write_policy == "write_through":
-            dues += self._copy_to_disk(added, now)
-        return dues
+        written = added if is_written_when_put(self._shape.write_policy) else []
+        return self._copy_to_disk(written, now) + self._flush(now)
 
     def _num_free(self, tier: int) -> int:
         room = self._shape.num_memory_blocks if tier == MEMORY else self._shape.num_disk_blocks
         return max(0, room - self.tree.num_in(tier))
 
-    def _make_room(self, num_blocks: int, now: float) -> int:
-        """Drop from memory what must go. Returns how many of them the disk holds from now on instead."""
-        num_moved = 0
-        for node in self.tree.plan_drops(MEMORY, num_blocks - self._num_free(MEMORY), now):
-            if (
-                self._shape.write_policy == "write_back"
-                and not self.tree.is_in(node, DISK)
-                and self._room_on_disk(1, now)
-            ):
-                self.tree.add(self.tree.name_of(node), b"", DISK, now)
-                num_moved += 1
-            # Its children were to go before it, and may be on disk now.
-            if self.tree.can_drop(node, MEMORY, now):
-                self.tree.drop(node, MEMORY)
-        return num_moved
+    def _make_room(self, tier: int, num_blocks: int, now: float) -> None:
+        """Drop what must go for so many more."""
+        for node in self.tree.plan_drops(tier, num_blocks - self._num_free(tier), now):
+            self.tree.drop(node, tier)
 
-    def _room_on_disk(self, num_blocks: int, now: float) -> bool:
-        """Whether the disk takes so many more, after it dropped what must go for them."""
-        if self._num_writes >= MAX_WRITES or num_blocks > self._shape.num_disk_blocks:
-            return False
-        for node in self.tree.plan_drops(DISK, num_blocks - self._num_free(DISK), now):
-            self.tree.drop(node, DISK)
-        return self._num_free(DISK) >= num_blocks
+    def _flush(self, now: float) -> list[Due]:
+        """Write what memory will need the place of before long."""
+        num_blocks = num_blocks_to_flush(
+            self._shape.write_policy,
+            num_used_bytes=self.tree.num_in(MEMORY),
+            budget_bytes=self._shape.num_memory_blocks,
+            block_bytes=1,
+        )
+        return self._copy_to_disk(self.tree.plan_drops(MEMORY, num_blocks, now), now) if num_blocks else []
 
     def _copy_to_disk(self, nodes: Sequence[int], now: float) -> list[Due]:
-        """Write blocks that are in memory and not on disk."""
+        """Write blocks that are in memory and not on disk, as many as the disk has room for."""
         absent = [node for node in nodes if not self.tree.is_in(node, DISK)]
-        if not absent or not self._room_on_disk(len(absent), now):
+        if not absent or not self._shape.num_disk_blocks or self._num_writes >= MAX_WRITES:
             return []
-        for node in absent:
+        self._make_room(DISK, min(len(absent), self._shape.num_disk_blocks), now)
+        written = absent[: self._num_free(DISK)]
+        for node in written:
             self.tree.add(self.tree.name_of(node), b"", DISK, now)
-        return self._begin_write(len(absent), now)
+        return self._begin_write(len(written), now)
 
     def _begin_write(self, num_blocks: int, now: float) -> list[Due]:
         """It takes its share of the disk; the blocks count as held there at once."""
