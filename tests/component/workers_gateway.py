@@ -110,6 +110,7 @@ class Gateway:
         output: Sequence[int] = (),
         max_tokens: int = 8,
         seconds: float = 30.0,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> Generation:
         self.num_asked += 1
@@ -122,6 +123,7 @@ class Gateway:
             ),
             gateway=self.incarnation,
             deadline_unix_seconds=time.time() + seconds,
+            cache_salt=cache_salt,
         )
 
     def listen(self, generation: Generation) -> Stream:
