@@ -24,6 +24,9 @@ from services.kv_store.disk.settings import DiskSettings
 from services.kv_store.disk.volume import Volume
 
 log = structlog.get_logger()
+SMALLEST_PART_BYTES = 1 << 20
+"""Handing work to a thread costs about as much as reading a tenth of this."""
+
 T = TypeVar("T")
 
 
@@ -46,7 +49,7 @@ class DiskTier:
         self.counts = DiskCounts()
         self._volume = Volume(folder, settings, self.counts, system)
         self._writer = ThreadPoolExecutor(1, "disk-write")
-        self._reader = ThreadPoolExecutor(1, "disk-read")
+        self._readers = ThreadPoolExecutor(settings.num_read_threads, "disk-read")
         self._num_pending_bytes = 0
         self._paused = asyncio.Event()
         self._written = asyncio.Event()
@@ -114,12 +117,10 @@ class DiskTier:
     async def read(self, wanted: Sequence[BlockToRead], layers: range) -> list[bool]:
         """Fill the rows with these layers of each block. False: not to be had, and no longer held; the rows
         then hold anything. Rows are the reader's until this returns."""
-        results = await self._in(self._reader, self._volume.read, wanted, layers)
-        gone: list[bytes] = []
-        for block, result in zip(wanted, results, strict=True):
-            self._count(result)
-            if result is not ReadResult.READ:
-                gone.append(block.name)
+        parts = [self._in(self._readers, self._volume.read, part, layers) for part in self._parts(wanted)]
+        results = [result for part in await asyncio.gather(*parts) for result in part]
+        self._count(results)
+        gone = [block.name for block, result in zip(wanted, results, strict=True) if result != "read"]
         if gone:
             await self.remove(gone)
         return [result is ReadResult.READ for result in results]
@@ -148,7 +149,7 @@ class DiskTier:
     async def close(self) -> None:
         """After the last call has returned. Keeps what is held."""
         await self._in(self._writer, self._volume.close)
-        self._reader.shutdown()
+        self._readers.shutdown()
         self._writer.shutdown()
 
     async def _flush_at_intervals(self) -> NoReturn:
@@ -174,17 +175,19 @@ class DiskTier:
                 self._paused.clear()
                 self._on_paused(False)
 
-    def _count(self, result: ReadResult) -> None:
+    def _parts(self, wanted: Sequence[BlockToRead]) -> list[Sequence[BlockToRead]]:
+        """For each thread one, where it is worth it."""
+        num_bytes = sum(len(block.into) * block.into[0].size for block in wanted)
+        num_parts = max(1, min(self._settings.num_read_threads, num_bytes // SMALLEST_PART_BYTES))
+        step = max(1, -(-len(wanted) // num_parts))
+        return [wanted[start : start + step] for start in range(0, len(wanted), step)]
+
+    def _count(self, results: Sequence[ReadResult]) -> None:
         counts = self.counts
-        match result:
-            case ReadResult.READ:
-                counts.num_read += 1
-            case ReadResult.MISSING:
-                counts.num_missing += 1
-            case ReadResult.CORRUPT:
-                counts.num_corrupt += 1
-            case ReadResult.FAILED:
-                counts.num_failed += 1
+        counts.num_read += results.count(ReadResult.READ)
+        counts.num_missing += results.count(ReadResult.MISSING)
+        counts.num_corrupt += results.count(ReadResult.CORRUPT)
+        counts.num_failed += results.count(ReadResult.FAILED)
 
     def _pause(self, error: Exception | str) -> None:
         self.counts.num_write_errors += 1

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from services.kv_store.disk.blocks import DiskBlock, Shape
+from services.kv_store.disk.blocks import DiskBlock
+from services.kv_store.disk.layout import Form, Place
 from services.kv_store.disk.record import Record
-from services.kv_store.disk.slot_map import Place
 
 
 @dataclass(slots=True)
@@ -14,20 +14,20 @@ class Found:
 
     held: dict[bytes, Record] = field(default_factory=dict[bytes, Record])
     lost: list[bytes] = field(default_factory=list[bytes])
-    unused: dict[int, Shape] = field(default_factory=dict[int, Shape])
+    unused: dict[int, Form] = field(default_factory=dict[int, Form])
 
-    def slots(self) -> dict[int, tuple[Shape, set[int]]]:
-        """The shape and taken slots of every segment with a block."""
-        taken: dict[int, tuple[Shape, set[int]]] = {}
+    def slots(self) -> dict[int, tuple[Form, set[int]]]:
+        """The form and taken slots of every segment with a block."""
+        taken: dict[int, tuple[Form, set[int]]] = {}
         for record in self.held.values():
-            taken.setdefault(record.segment, (record.shape, set()))[1].add(record.slot)
+            taken.setdefault(record.spot.segment, (record.spot.form, set()))[1].add(record.spot.slot)
         return taken
 
 
 def reconcile(
-    records: Iterable[tuple[bytes, Record | None]], files: Mapping[int, tuple[Shape, int]], cap_bytes: int
+    records: Iterable[tuple[bytes, Record | None]], files: Mapping[int, tuple[Form, int]], cap_bytes: int
 ) -> Found:
-    """A block is held where its slot lies whole in a file of its shape and no later block claims the slot.
+    """A block is held where its slot lies whole in a file of its form and no later block claims the slot.
 
     Where more is held than `cap_bytes`, whole files go, those first that were written to longest ago.
     """
@@ -37,7 +37,7 @@ def reconcile(
         if record is None or not _fits(record, files):
             found.lost.append(name)
             continue
-        place = record.segment, record.slot
+        place = record.spot.segment, record.spot.slot
         rival = owners.get(place)
         if rival is not None and found.held[rival].order > record.order:
             found.lost.append(name)
@@ -48,20 +48,20 @@ def reconcile(
         owners[place] = name
         found.held[name] = record
     _shrink(found, files, cap_bytes)
-    kept = {record.segment for record in found.held.values()}
-    found.unused = {number: shape for number, (shape, _) in files.items() if number not in kept}
+    kept = {record.spot.segment for record in found.held.values()}
+    found.unused = {number: form for number, (form, _) in files.items() if number not in kept}
     return found
 
 
-def _fits(record: Record, files: Mapping[int, tuple[Shape, int]]) -> bool:
-    shape, file_bytes = files.get(record.segment, ((0, 0), 0))
-    return shape == record.shape and (record.slot + 1) * shape[0] * shape[1] <= file_bytes
+def _fits(record: Record, files: Mapping[int, tuple[Form, int]]) -> bool:
+    form, file_bytes = files.get(record.spot.segment, (None, 0))
+    return form == record.spot.form and form.end_of(record.spot.slot) <= file_bytes
 
 
-def _shrink(found: Found, files: Mapping[int, tuple[Shape, int]], cap_bytes: int) -> None:
+def _shrink(found: Found, files: Mapping[int, tuple[Form, int]], cap_bytes: int) -> None:
     last_write: dict[int, int] = {}
     for record in found.held.values():
-        last_write[record.segment] = max(record.order, last_write.get(record.segment, 0))
+        last_write[record.spot.segment] = max(record.order, last_write.get(record.spot.segment, 0))
     excess_bytes = sum(files[number][1] for number in last_write) - cap_bytes
     gone: set[int] = set()
     for number in sorted(last_write, key=last_write.__getitem__):
@@ -69,7 +69,7 @@ def _shrink(found: Found, files: Mapping[int, tuple[Shape, int]], cap_bytes: int
             break
         gone.add(number)
         excess_bytes -= files[number][1]
-    names = [name for name, record in found.held.items() if record.segment in gone] if gone else []
+    names = [name for name, record in found.held.items() if record.spot.segment in gone] if gone else []
     for name in names:
         del found.held[name]
     found.lost += names
@@ -88,6 +88,4 @@ def parents_first(held: Mapping[bytes, Record]) -> list[DiskBlock]:
 
 
 def _block(name: bytes, record: Record) -> DiskBlock:
-    return DiskBlock(
-        name, record.parent, record.num_layers, record.layer_bytes, record.written_at_unix, record.num_hits
-    )
+    return DiskBlock(name, record.parent, *record.spot.form.shape, record.written_at_unix, record.num_hits)

@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,13 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from services.kv_store.disk.blocks import Shape
+from services.kv_store.disk.layout import Form
 
 Rows = Sequence[NDArray[np.uint8]]
 
 MAX_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Buffers that one call may name."""
-_NAME = re.compile(r"(\d{8})-(\d+)x(\d+)\.kv")
+_NAME = re.compile(r"(\d{8})-(\d+)x(\d+)x(\d+)\.kv")
 
 
 class System(Protocol):
@@ -70,18 +70,18 @@ class SegmentFiles:
         self._lock = threading.Lock()
         self._unsynced: set[int] = set()
 
-    def found(self) -> dict[int, tuple[Shape, int]]:
-        """Shape and bytes of every segment file in the folder."""
-        files: dict[int, tuple[Shape, int]] = {}
+    def found(self) -> dict[int, tuple[Form, int]]:
+        """Form and bytes of every segment file in the folder."""
+        files: dict[int, tuple[Form, int]] = {}
         for path in self._folder.iterdir():
             if (match := _NAME.fullmatch(path.name)) is not None:
-                number, num_layers, layer_bytes = map(int, match.groups())
-                files[number] = (num_layers, layer_bytes), path.stat().st_size
+                number, *form = map(int, match.groups())
+                files[number] = Form(*form), path.stat().st_size
         return files
 
-    def open(self, number: int, shape: Shape) -> None:
+    def open(self, number: int, form: Form) -> None:
         """Open the file, made where it is missing. Raises OSError."""
-        path = self.path_of(number, shape)
+        path = self.path_of(number, form)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -95,15 +95,15 @@ class SegmentFiles:
         """Whether it can be read and written."""
         return number in self._opened
 
-    def path_of(self, number: int, shape: Shape) -> Path:
-        """Where a segment lies; its name tells its shape."""
-        return self._folder / f"{number:08}-{shape[0]}x{shape[1]}.kv"
+    def path_of(self, number: int, form: Form) -> Path:
+        """Where a segment lies; its name tells its form."""
+        return self._folder / f"{number:08}-{form.num_layers}x{form.layer_bytes}x{form.stripe_slots}.kv"
 
-    def remove(self, number: int, shape: Shape) -> None:
+    def remove(self, number: int, form: Form) -> None:
         """Unlink; readers under way still end well. Raises OSError where the file stays."""
         self._unsynced.discard(number)
         self._forget(number)
-        self.path_of(number, shape).unlink(missing_ok=True)
+        self.path_of(number, form).unlink(missing_ok=True)
 
     def truncate(self, number: int, num_bytes: int) -> None:
         """Cut off what no slot reaches. Raises OSError."""
@@ -116,25 +116,31 @@ class SegmentFiles:
         for start in range(0, len(rows), MAX_BUFFERS):
             offset = self._write(fd, offset, rows[start : start + MAX_BUFFERS])
 
-    def read(self, number: int, offset: int, rows: Rows) -> bool:
-        """Fill all rows; False where the file is gone or too short. Raises OSError."""
-        with self._reading(number) as fd:
-            if fd is None:
-                return False
-            for start in range(0, len(rows), MAX_BUFFERS):
-                part = rows[start : start + MAX_BUFFERS]
-                num_bytes = sum(row.size for row in part)
-                # A regular file gives less than was asked for only at its end.
-                if self._system.preadv(fd, part, offset) != num_bytes:
-                    return False
-                offset += num_bytes
-        return True
+    @contextmanager
+    def reading(self, numbers: Iterable[int]) -> Iterator[dict[int, int]]:
+        """Descriptors of those of these segments that are there, open until the end even if removed."""
+        with self._lock:
+            opened = {number: self._opened[number] for number in set(numbers) if number in self._opened}
+            for file in opened.values():
+                file.num_readers += 1
+        try:
+            yield {number: file.fd for number, file in opened.items()}
+        finally:
+            with self._lock:
+                for file in opened.values():
+                    file.num_readers -= 1
+                    self._close_if_done(file)
 
-    def will_read(self, number: int, offset: int, num_bytes: int) -> None:
-        """Let the system read ahead, so that a row at a time is as quick as all at once."""
-        with self._reading(number) as fd:
-            if fd is not None:
-                os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+    def read(self, fd: int, offset: int, rows: Rows, num_bytes: int) -> bool:
+        """Fill all rows, `num_bytes` together; False where the file is too short. Raises OSError."""
+        if len(rows) <= MAX_BUFFERS:
+            # A regular file gives less than was asked for only at its end.
+            return self._system.preadv(fd, rows, offset) == num_bytes
+        half = len(rows) // 2
+        half_bytes = sum(row.size for row in rows[:half])
+        return self.read(fd, offset, rows[:half], half_bytes) and self.read(
+            fd, offset + half_bytes, rows[half:], num_bytes - half_bytes
+        )
 
     def sync(self) -> None:
         """Returns when all written bytes are on the device. Raises OSError."""
@@ -148,31 +154,17 @@ class SegmentFiles:
             self._forget(number)
         self._unsynced.clear()
 
-    @contextmanager
-    def _reading(self, number: int) -> Iterator[int | None]:
-        with self._lock:
-            opened = self._opened.get(number)
-            if opened is not None:
-                opened.num_readers += 1
-        try:
-            yield None if opened is None else opened.fd
-        finally:
-            if opened is not None:
-                self._end_reading(opened)
-
-    def _end_reading(self, opened: _Opened) -> None:
-        with self._lock:
-            opened.num_readers -= 1
-            if opened.is_gone and not opened.num_readers:
-                os.close(opened.fd)
-
     def _forget(self, number: int) -> None:
         with self._lock:
             opened = self._opened.pop(number, None)
             if opened is not None:
                 opened.is_gone = True
-                if not opened.num_readers:
-                    os.close(opened.fd)
+                self._close_if_done(opened)
+
+    @staticmethod
+    def _close_if_done(opened: _Opened) -> None:
+        if opened.is_gone and not opened.num_readers:
+            os.close(opened.fd)
 
     def _write(self, fd: int, offset: int, rows: Rows) -> int:
         """Returns the offset after the last byte. The system may take less than all at a time."""

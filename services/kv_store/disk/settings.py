@@ -26,6 +26,7 @@ class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):
     index_write_buffer_bytes: Annotated[int, Meta(ge=64 << 10)] = 4 << 20
     segment_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of a segment file; 0: by the cap."""
+    num_read_threads: Annotated[int, Meta(ge=1)] = 2
     max_pending_write_bytes: Annotated[int, Meta(gt=0)] = 256 << 20
     """Writes beyond these are refused until earlier ones are done."""
 

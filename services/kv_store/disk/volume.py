@@ -1,18 +1,16 @@
 """One folder of blocks: RocksDB says where each lies, segment files hold the bytes. Blocking.
 
-One thread opens, writes, removes, syncs and closes; one other may read meanwhile.
+One thread opens, writes, removes, syncs and closes; others may read meanwhile.
 """
 
 import fcntl
-import itertools
 import os
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from libs.kv.checksum import checksum
+from services.kv_store.disk.block_bytes import read_blocks, write_blocks
 from services.kv_store.disk.blocks import BlockToRead, BlockToWrite, DiskBlock, Shape
 from services.kv_store.disk.counts import DiskCounts, ReadResult
 from services.kv_store.disk.errors import FolderUnusable
@@ -23,11 +21,12 @@ from services.kv_store.disk.index_recovery import (
     open_index_to_read,
     probe_writing,
 )
+from services.kv_store.disk.layout import Place, Spot
 from services.kv_store.disk.reconcile import Found, parents_first, reconcile
 from services.kv_store.disk.record import Record
 from services.kv_store.disk.segment_files import SegmentFiles, System
 from services.kv_store.disk.settings import DiskSettings
-from services.kv_store.disk.slot_map import Place, SlotMap
+from services.kv_store.disk.slot_map import SlotMap
 
 
 class Volume:
@@ -45,7 +44,6 @@ class Volume:
         self._owed: set[bytes] = set()
         """Removed, but the index could not be told yet."""
         self._owes_all = False
-        self._reading = threading.Lock()
 
     def open(self) -> tuple[list[DiskBlock], bool]:
         """What is held, and whether it can be written to. What does not match is dropped and counted.
@@ -83,13 +81,23 @@ class Volume:
 
     def read(self, wanted: Sequence[BlockToRead], layers: range) -> list[ReadResult]:
         """Fill the rows; what is not whole and right is not READ."""
-        with self._reading:
-            if self._index is None or self._owes_all:
-                return [ReadResult.MISSING] * len(wanted)
-            records = self._index.get([block.name for block in wanted])
-            if layers.start == 0:
-                self._read_ahead(records)
-            return [self._read(block, record, layers) for block, record in zip(wanted, records, strict=True)]
+        index = self._index
+        results = [ReadResult.MISSING] * len(wanted)
+        if index is None or self._owes_all:
+            return results
+        kept = index.get([block.name for block in wanted])
+        readable = [
+            (position, block, record)
+            for position, (block, record) in enumerate(zip(wanted, kept, strict=True))
+            if record is not None and self._is_readable(block, record, layers)
+        ]
+        blocks, records = [block for _, block, _ in readable], [record for _, _, record in readable]
+        found = read_blocks(self._files, blocks, records, layers)
+        for (position, block, record), result in zip(readable, found, strict=True):
+            results[position] = result
+            if block.checksums is not None:
+                block.checksums[:] = record.checksums[layers.start : layers.stop]
+        return results
 
     def remove(self, names: Sequence[bytes]) -> None:
         """Forget these; unknown names are passed over. Where that fails they are owed, and not read again."""
@@ -151,24 +159,24 @@ class Volume:
         return parents_first(self._open(opened, can_write=False))
 
     def _reopen(self) -> None:
-        with self._reading:
-            index, self._index = self._index, None
-            if index is not None:
-                with suppress(IndexFailed):
-                    index.close()
-            self._files.close()
-            self.slots = self._empty_slots()
-            self._open(open_index(self._index_folder, self._settings))
+        """Reads meanwhile find nothing."""
+        index, self._index = self._index, None
+        if index is not None:
+            with suppress(IndexFailed):
+                index.close()
+        self._files.close()
+        self.slots = self._empty_slots()
+        self._open(open_index(self._index_folder, self._settings))
 
     def _restore(self, found: Found, can_write: bool) -> None:
-        for number, (shape, taken) in found.slots().items():
-            self._files.open(number, shape)
-            self.slots.restore(number, shape, taken)
+        for number, (form, taken) in found.slots().items():
+            self._files.open(number, form)
+            self.slots.restore(number, form, taken)
             if can_write:
-                self._files.truncate(number, (max(taken) + 1) * shape[0] * shape[1])
+                self._files.truncate(number, form.end_of(max(taken)))
         if can_write:
-            for number, shape in found.unused.items():
-                self._files.remove(number, shape)
+            for number, form in found.unused.items():
+                self._files.remove(number, form)
             self._settle()
 
     def _settle(self) -> None:
@@ -183,15 +191,17 @@ class Volume:
             records = index.get(names)
             index.remove(names)
             self._owed.difference_update(names)
-            self._free((record.segment, record.slot) for record in records if record is not None)
+            self._free((record.spot.segment, record.spot.slot) for record in records if record is not None)
 
     def _write(self, shape: Shape, blocks: Sequence[BlockToWrite]) -> None:
         index, names = self._writable(), [block.name for block in blocks]
         places = self.slots.allocate(len(blocks), shape)
         try:
-            self._write_bytes(shape, blocks, places)
+            spots = [Spot(number, slot, self.slots.form_of(number)) for number, slot in places]
+            self._open_files(spots)
+            write_blocks(self._files, blocks, spots)
             before = index.get(names)
-            index.put({b.name: self._record(b, place) for b, place in zip(blocks, places, strict=True)})
+            index.put({b.name: self._record(b, spot) for b, spot in zip(blocks, spots, strict=True)})
             if self._settings.fsync == "always":
                 self._files.sync()
         except BaseException:
@@ -199,58 +209,31 @@ class Volume:
             self._owed.update(names)
             self._free(places)
             raise
-        self._free((record.segment, record.slot) for record in before if record is not None)
+        self._free((record.spot.segment, record.spot.slot) for record in before if record is not None)
 
-    def _write_bytes(self, shape: Shape, blocks: Sequence[BlockToWrite], places: Sequence[Place]) -> None:
-        """Neighbouring slots in one go."""
-        paired = zip(blocks, places, itertools.count(), strict=False)
-        runs = itertools.groupby(paired, key=lambda item: (item[1][0], item[1][1] - item[2]))
-        for (number, _), run in runs:
-            items = list(run)
+    def _open_files(self, spots: Sequence[Spot]) -> None:
+        for number, form in {spot.segment: spot.form for spot in spots}.items():
             if not self._files.is_open(number):
-                self._files.open(number, shape)
-            rows = [row for block, _, _ in items for row in block.layers]
-            self._files.write(number, items[0][1][1] * shape[0] * shape[1], rows)
+                self._files.open(number, form)
 
-    def _record(self, block: BlockToWrite, place: Place) -> Record:
+    def _record(self, block: BlockToWrite, spot: Spot) -> Record:
         self._next_order += 1
-        return Record(
-            *place, *block.shape, block.parent, self._next_order, time.time(), block.num_hits, block.checksums
-        )
+        return Record(spot, block.parent, self._next_order, time.time(), block.num_hits, block.checksums)
 
-    def _read_ahead(self, records: Sequence[Record | None]) -> None:
-        """All layers of these blocks are wanted soon, and the device is quickest when it knows."""
-        for record in records:
-            if record is not None:
-                num_bytes = record.num_layers * record.layer_bytes
-                self._files.will_read(record.segment, record.slot * num_bytes, num_bytes)
-
-    def _read(self, block: BlockToRead, record: Record | None, layers: range) -> ReadResult:
-        if record is None or block.name in self._owed or layers.stop > record.num_layers:
-            return ReadResult.MISSING
-        kept = record.checksums[layers.start : layers.stop]
-        offset = (record.slot * record.num_layers + layers.start) * record.layer_bytes
-        try:
-            if not self._files.read(record.segment, offset, block.into):
-                return ReadResult.MISSING
-        except OSError:
-            return ReadResult.FAILED
-        for row, expected in zip(block.into, kept.tolist(), strict=True):
-            if checksum(row) != expected:
-                return ReadResult.CORRUPT
-        if block.checksums is not None:
-            block.checksums[:] = kept
-        return ReadResult.READ
+    def _is_readable(self, block: BlockToRead, record: Record, layers: range) -> bool:
+        num_layers, layer_bytes, _ = record.spot.form
+        fits = layers.stop <= num_layers and len(block.into) == len(layers)
+        return fits and block.into[0].size == layer_bytes and block.name not in self._owed
 
     def _free(self, places: Iterable[Place]) -> None:
-        for number, shape in self.slots.free(places):
-            self._files.remove(number, shape)
+        for number, form in self.slots.free(places):
+            self._files.remove(number, form)
 
     def _free_all(self) -> None:
-        segments = {number: segment.shape for number, segment in self.slots.segments.items()}
-        for number, shape in segments.items():
+        for number in list(self.slots.segments):
+            form = self.slots.form_of(number)
             self.slots.drop(number)
-            self._files.remove(number, shape)
+            self._files.remove(number, form)
 
     def _writable(self) -> Index:
         if self._index is None or not self._index.can_write:
