@@ -13,8 +13,7 @@ def planned(options: argparse.Namespace) -> Iterator[Arrival]:
     """What is sent and when, by the command line alone."""
     if options.trace is not None:
         # Read as a whole before the first request: a bad line must not end a run in its middle.
-        requests = list(read_trace(options.trace))
-        told = replay(iter(requests), _replay_rules(options), options.seed)
+        told = replay(read_trace(options.trace), _replay_rules(options), options.seed)
     else:
         shape = PromptShape(
             prefix_tokens=options.prefix_tokens,

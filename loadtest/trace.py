@@ -3,9 +3,9 @@
 import csv
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ class TraceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One line. `hash_ids` name the prompt's blocks: equal ids are equal text."""
+    """One request. `hash_ids` name the prompt's blocks: equal ids are equal text."""
 
     at_seconds: float
     num_input_tokens: int
@@ -33,7 +33,7 @@ class ReplayRules:
     """How a trace becomes requests."""
 
     block_tokens: int = 512
-    """Tokens that one hash id stands for."""
+    """Tokens that one hash id stands for: 512 in Mooncake's traces, the block size in those of KV stores."""
     speed: float = 1.0
     """2: in half the time."""
     length_scale: float = 1.0
@@ -45,26 +45,20 @@ class ReplayRules:
     """Prompts as token ids from this range, exact in length; None: as words."""
 
 
-def read_trace(path: Path) -> Iterator[TracedRequest]:
-    """The requests of a .csv (Azure) or a .jsonl (Mooncake) in order of time. Raises TraceError, OSError."""
-    reader = _azure if path.suffix == ".csv" else _mooncake
+def read_trace(path: Path) -> list[TracedRequest]:
+    """The requests of a .csv (Azure) or of JSON lines (Mooncake), by time. Raises TraceError, OSError.
+
+    KV stores write lines in Mooncake's fields, several for a request: those of a `request_id` are joined.
+    """
     with path.open(newline="") as file:
-        for number, line in enumerate(_lines(file, is_csv=path.suffix == ".csv"), start=1):
-            try:
-                traced = reader(line)
-            except (KeyError, TypeError, ValueError) as error:
-                raise TraceError(f"{path}: record {number} is no request of a trace: {error!r}") from error
-            if traced is not None:
-                yield traced
+        requests = _azure(path, file) if path.suffix == ".csv" else _mooncake(path, file)
+    return sorted(requests, key=lambda request: request.at_seconds)
 
 
-def replay(requests: Iterator[TracedRequest], rules: ReplayRules, seed: int = 0) -> Iterator[Arrival]:
+def replay(requests: Sequence[TracedRequest], rules: ReplayRules, seed: int = 0) -> Iterator[Arrival]:
     """The same load again: times from its first request on, synthetic text."""
-    first = next(requests, None)
-    if first is None:
-        return
-    for number, traced in enumerate(chain((first,), requests)):
-        at_seconds = max(0.0, traced.at_seconds - first.at_seconds) / rules.speed
+    for number, traced in enumerate(requests):
+        at_seconds = (traced.at_seconds - requests[0].at_seconds) / rules.speed
         num_output = _scaled(traced.num_output_tokens, rules.length_scale, rules.max_output_tokens)
         prompt = _prompt(traced, rules, f"{seed}", number)
         yield Arrival(at_seconds, Conversation(f"{seed}-{number}", (Turn(prompt, num_output),)))
@@ -94,39 +88,55 @@ def _scaled(num_tokens: int, scale: float, limit: int | None) -> int:
     return scaled if limit is None else min(scaled, limit)
 
 
-def _lines(file: Any, *, is_csv: bool) -> Iterator[dict[str, Any]]:
-    if is_csv:
-        yield from csv.DictReader(file)
-    else:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _parsed(line, f"{file.name}: line {number}")
+def _mooncake(path: Path, lines: Iterable[str]) -> list[TracedRequest]:
+    """A store's line is a lookup unless its `kind` says else; how long an answer was is told by its puts."""
+    requests: dict[str, TracedRequest] = {}
+    num_output: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        try:
+            record = _object(line)
+            key = str(record.get("request_id") or f"line {number}")
+            if record.get("kind", "lookup") == "lookup":
+                requests[key] = _joined(requests.get(key), _lookup(record))
+            num_output[key] = max(num_output.get(key, 0), int(record["output_length"]))
+        except json.JSONDecodeError as error:
+            if line.endswith("\n"):  # else its writer was stopped in the middle of it
+                raise TraceError(f"{where} is not JSON: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{where} is no request of a trace: {error!r}") from error
+    return [replace(traced, num_output_tokens=num_output[key]) for key, traced in requests.items()]
 
 
-def _parsed(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise TraceError(f"{where} is not JSON: {error}") from error
+def _object(line: str) -> dict[str, Any]:
+    record = json.loads(line)
     if not isinstance(record, dict):
-        raise TraceError(f"{where} is not a JSON object")
+        raise TypeError("not a JSON object")
     return record
 
 
-def _mooncake(record: dict[str, Any]) -> TracedRequest | None:
-    if "input_length" not in record:
-        return None  # other events may stand between the requests
+def _lookup(record: dict[str, Any]) -> TracedRequest:
     return TracedRequest(
         at_seconds=float(record["timestamp"]) / 1000,
         num_input_tokens=int(record["input_length"]),
-        num_output_tokens=int(record["output_length"]),
+        num_output_tokens=0,
         hash_ids=tuple(record.get("hash_ids", ())),
     )
 
 
-def _azure(record: dict[str, Any]) -> TracedRequest:
-    return TracedRequest(
-        at_seconds=datetime.fromisoformat(record["TIMESTAMP"]).timestamp(),
-        num_input_tokens=int(record["ContextTokens"]),
-        num_output_tokens=int(record["GeneratedTokens"]),
-    )
+def _joined(first: TracedRequest | None, traced: TracedRequest) -> TracedRequest:
+    if first is None:
+        return traced
+    return replace(first, hash_ids=tuple(dict.fromkeys((*first.hash_ids, *traced.hash_ids))))
+
+
+def _azure(path: Path, lines: Iterable[str]) -> list[TracedRequest]:
+    requests: list[TracedRequest] = []
+    for number, record in enumerate(csv.DictReader(lines), start=2):
+        try:
+            at_seconds = datetime.fromisoformat(record["TIMESTAMP"]).replace(tzinfo=UTC).timestamp()
+            traced = TracedRequest(at_seconds, int(record["ContextTokens"]), int(record["GeneratedTokens"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{path}, line {number} is no request of a trace: {error!r}") from error
+        requests.append(traced)
+    return requests

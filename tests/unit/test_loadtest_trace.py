@@ -8,15 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.kv.access_trace import TraceLine, encode_line, hash_ids
 from loadtest.trace import ReplayRules, TracedRequest, TraceError, read_trace, replay
 
 MOONCAKE = """\
 {"timestamp": 1000, "input_length": 1100, "output_length": 50, "hash_ids": [0, 1, 2]}
-
 {"timestamp": 3500, "input_length": 1024, "output_length": 7, "hash_ids": [0, 1]}
-{"timestamp": 4000, "kind": "put", "hash_ids": [5]}
-{"timestamp": 4000, "input_length": 10, "output_length": 0, "hash_ids": ["a"]}
+{"timestamp": 3000, "input_length": 10, "output_length": 0, "hash_ids": ["a"]}
 """
+STORES = """\
+{"timestamp": 5000, "input_length": 40, "output_length": 0, "hash_ids": [1, 2], "request_id": "r"}
+{"timestamp": 5001, "input_length": 40, "output_length": 0, "hash_ids": [3], "request_id": "r"}
+{"timestamp": 5500, "kind": "fetch", "input_length": 0, "output_length": 0, "hash_ids": [1], "request_id": "r"}
+{"timestamp": 6000, "kind": "put", "input_length": 0, "output_length": 9, "hash_ids": [7], "request_id": "r"}
+{"timestamp": 6500, "kind": "put", "input_length": 0, "output_length": 9, "hash_ids": [7], "request_id": "other"}
+{"timestamp": 4500, "input_length": 8, "output_length": 0, "hash_ids": []}
+{"timestamp": 7000, "input_len"""
 AZURE = """\
 TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -32,7 +39,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def prompts(requests: Sequence[TracedRequest], rules: ReplayRules) -> list[list[str]]:
     texts: list[list[str]] = []
-    for arrival in replay(iter(requests), rules):
+    for arrival in replay(requests, rules):
         (turn,) = arrival.conversation.turns
         texts.append(turn.prompt.split() if isinstance(turn.prompt, str) else list(map(str, turn.prompt)))
     return texts
@@ -44,13 +51,33 @@ def num_shared(one: list[str], other: list[str]) -> int:
     )
 
 
-def test_mooncakes_lines_are_read_and_other_events_between_them_are_not(tmp_path: Path) -> None:
-    read = list(read_trace(write(tmp_path, "trace.jsonl", MOONCAKE)))
-    assert read == [
+def test_mooncakes_lines_are_read_in_order_of_time(tmp_path: Path) -> None:
+    assert read_trace(write(tmp_path, "trace.jsonl", MOONCAKE)) == [
         TracedRequest(1.0, 1100, 50, (0, 1, 2)),
+        TracedRequest(3.0, 10, 0, ("a",)),
         TracedRequest(3.5, 1024, 7, (0, 1)),
-        TracedRequest(4.0, 10, 0, ("a",)),
     ]
+
+
+def test_a_stores_lines_are_joined_by_request_and_one_cut_at_the_end_is_passed_over(tmp_path: Path) -> None:
+    assert read_trace(write(tmp_path, "trace.jsonl", STORES)) == [
+        TracedRequest(4.5, 8, 0, ()),
+        TracedRequest(5.0, 40, 9, (1, 2, 3)),
+    ]
+
+
+def test_what_a_store_writes_is_read(tmp_path: Path) -> None:
+    lines = [
+        TraceLine(
+            timestamp=1000.5, input_length=40, hash_ids=hash_ids([b"a" * 16, b"b" * 16]), request_id="r"
+        ),
+        TraceLine(timestamp=2000, kind="put", output_length=5, hash_ids=(1,), request_id="r"),
+    ]
+    path = tmp_path / "access.jsonl"
+    path.write_bytes(b"".join(map(encode_line, lines)))
+    (request,) = read_trace(path)
+    assert (request.at_seconds, request.num_input_tokens, request.num_output_tokens) == (1.0005, 40, 5)
+    assert request.hash_ids == hash_ids([b"a" * 16, b"b" * 16])
 
 
 def test_azures_lines_are_read(tmp_path: Path) -> None:
@@ -62,10 +89,10 @@ def test_azures_lines_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.jsonl", '{"timestamp": 1, "input_length": 5}', "record 1"),
-        ("a.jsonl", MOONCAKE + "{nothing", "line 6"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 5}', "line 1"),
+        ("a.jsonl", MOONCAKE + "{nothing\n", "line 4"),
         ("a.jsonl", "[1]", "line 1"),
-        ("a.csv", "TIMESTAMP,ContextTokens\nyesterday,5", "record 1"),
+        ("a.csv", "TIMESTAMP,ContextTokens\nyesterday,5", "line 2"),
     ],
 )
 def test_what_is_no_trace_is_said_with_its_place(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -75,8 +102,8 @@ def test_what_is_no_trace_is_said_with_its_place(tmp_path: Path, name: str, text
 
 def test_times_begin_with_the_first_request_and_go_as_fast_as_asked() -> None:
     requests = [TracedRequest(at, 5, 5) for at in (100.0, 101.0, 105.0)]
-    assert [a.at_seconds for a in replay(iter(requests), ReplayRules(speed=2))] == [0, 0.5, 2.5]
-    assert list(replay(iter([]), ReplayRules())) == []
+    assert [a.at_seconds for a in replay(requests, ReplayRules(speed=2))] == [0, 0.5, 2.5]
+    assert list(replay([], ReplayRules())) == []
 
 
 IDS = st.lists(st.integers(0, 3), max_size=6)
@@ -103,19 +130,17 @@ def test_scaled_lengths_keep_what_was_shared() -> None:
     first, second = prompts(requests, ReplayRules(length_scale=0.1))
     assert (len(first), len(second)) == (150, 140)
     assert 102 <= num_shared(first, second) < 110
-    outputs = [
-        a.conversation.turns[0].max_tokens for a in replay(iter(requests), ReplayRules(length_scale=0.1))
-    ]
+    outputs = [a.conversation.turns[0].max_tokens for a in replay(requests, ReplayRules(length_scale=0.1))]
     assert outputs == [10, 10]
 
 
 def test_lengths_are_cut_at_their_limits_and_never_empty() -> None:
     rules = ReplayRules(max_input_tokens=20, max_output_tokens=3)
     request = TracedRequest(0, 1500, 100, (0, 1, 2))
-    (arrival,) = replay(iter([request]), rules)
+    (arrival,) = replay([request], rules)
     assert arrival.conversation.turns[0].max_tokens == 3
     assert len(prompts([request], rules)[0]) == 20
-    (empty,) = replay(iter([TracedRequest(0, 0, 0)]), ReplayRules())
+    (empty,) = replay([TracedRequest(0, 0, 0)], ReplayRules())
     assert empty.conversation.turns[0].max_tokens == 1
     assert len(prompts([TracedRequest(0, 0, 0)], ReplayRules())[0]) == 1
 
@@ -127,7 +152,7 @@ def test_requests_without_hash_ids_share_nothing() -> None:
 
 def test_token_ids_lie_in_their_range() -> None:
     rules = ReplayRules(id_range=(100, 110))
-    (arrival,) = replay(iter([TracedRequest(0, 300, 1, (1,))]), rules)
+    (arrival,) = replay([TracedRequest(0, 300, 1, (1,))], rules)
     prompt = arrival.conversation.turns[0].prompt
     assert len(prompt) == 300
     assert all(isinstance(token, int) and 100 <= token < 110 for token in prompt)
