@@ -19,9 +19,9 @@ MOONCAKE = """\
 STORES = """\
 {"timestamp": 5000, "input_length": 40, "output_length": 0, "hash_ids": [1, 2], "request_id": "r"}
 {"timestamp": 5001, "input_length": 40, "output_length": 0, "hash_ids": [3], "request_id": "r"}
-{"timestamp": 5500, "kind": "fetch", "input_length": 0, "output_length": 0, "hash_ids": [1], "request_id": "r"}
+{"timestamp": 5500, "kind": "fetch", "input_length": 0, "output_length": 0, "request_id": "r"}
 {"timestamp": 6000, "kind": "put", "input_length": 0, "output_length": 9, "hash_ids": [7], "request_id": "r"}
-{"timestamp": 6500, "kind": "put", "input_length": 0, "output_length": 9, "hash_ids": [7], "request_id": "other"}
+{"timestamp": 6500, "kind": "put", "input_length": 0, "output_length": 8, "request_id": "other"}
 {"timestamp": 4500, "input_length": 8, "output_length": 0, "hash_ids": []}
 {"timestamp": 7000, "input_len"""
 AZURE = """\
