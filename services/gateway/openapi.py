@@ -41,6 +41,14 @@ _ERRORS = {
 }
 
 
+_SESSION = {
+    "name": "x-session-id",
+    "in": "header",
+    "description": "What the client calls the conversation; goes before session_id and prompt_cache_key",
+    "schema": {"type": "string"},
+}
+
+
 def openapi_document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     structs = [struct for _, asked, answer, _ in _POSTS.values() for struct in (asked, answer) if struct]
@@ -78,6 +86,7 @@ def _post(
     }
     return {
         "summary": text,
+        "parameters": [_SESSION] if streams else [],
         "security": [{}, {"key": []}],
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(asked)}}},
         "responses": {"200": {"description": "The answer", "content": content}, **errors},
