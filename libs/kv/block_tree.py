@@ -22,6 +22,7 @@ DISK: Final = 2
 TIERS: Final = (MEMORY, DISK)
 NO_NODE: Final = -1
 NO_SLOT: Final = -1
+NO_GROUP: Final = -1
 
 Nodes = NDArray[np.int64]
 
@@ -108,6 +109,16 @@ class BlockTree:
         """The same for many."""
         return self._order[tier].is_member[nodes]
 
+    def are_held(self, nodes: Nodes) -> NDArray[np.bool_]:
+        """Whether they can be found: what is lost lives on only for its readers."""
+        in_memory, on_disk = (order.is_member[nodes] for order in self._order.values())
+        return (in_memory | on_disk) & ~self._is_doomed[nodes]
+
+    def parent_name_of(self, node: int) -> bytes:
+        """Also where the parent is not here; b"" at the start of a chain."""
+        parent = self.parent_of(node)
+        return self._awaits.get(node, b"") if parent == NO_NODE else self.name_of(parent)
+
     def num_in(self, tier: int) -> int:
         """Blocks in this tier."""
         return self._order[tier].num_members
@@ -122,6 +133,11 @@ class BlockTree:
                 yield self.names_of(np.flatnonzero(is_member) + start)
             start = stop
 
+    @property
+    def num_free(self) -> int:
+        """How many more blocks can be held."""
+        return len(self._free) + self.capacity - self.num_nodes
+
     # Coming and using
 
     def add(self, name: bytes, parent: bytes, tier: int, now: float) -> int:
@@ -130,10 +146,14 @@ class BlockTree:
         if node == NO_NODE:
             node = self._make(name, now)
             self._join(node, name, parent)
+        self.enter(node, tier)
+        return node
+
+    def enter(self, node: int, tier: int) -> None:
+        """A held block lies in this tier, too, from now on."""
         order = self._order[tier]
         if not order.is_member[node]:
             order.add(node, self.parent_of(node), int(self.num_hits[node]))
-        return node
 
     def touch(self, nodes: "Sequence[int] | Nodes", now: float, *, is_hit: bool = True) -> None:
         """They were used."""
@@ -234,7 +254,7 @@ class BlockTree:
             raise TreeFull(f"{self.capacity} blocks are held already")
         self._shards[name[0]][name] = node
         self._names[node] = np.frombuffer(name, dtype=np.uint8)
-        self.slot[node], self.group[node] = NO_SLOT, -1
+        self.slot[node], self.group[node] = NO_SLOT, NO_GROUP
         self.num_hits[node], self.leased_until[node], self.last_use[node] = 0, 0.0, now
         self._num_held += 1
         return node
@@ -265,6 +285,7 @@ class BlockTree:
             del self._awaits[child]
             if child != root:  # or else somebody named its own descendant as its parent
                 self._link(child, node)
+                self.group[list(self._subtree(child))] = NO_GROUP
 
     def _link(self, child: int, parent: int) -> None:
         self._parent[child] = parent + 1

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -20,15 +19,19 @@ from libs.transport.frames import (
     decode_header,
     encode_header,
 )
-from libs.transport.port import Link, LinkError, Received
-from services.kv_store.arena import Shape
-from services.kv_store.dram_tier import DramTier, LayerCorrupt, Put, PutRefused
+from libs.transport.port import Bytes, Link, LinkError, Received
+from services.kv_store.held_blocks import LayerCorrupt, Nodes, Put, PutRefused
 from services.kv_store.metrics import KvStoreMetrics
+from services.kv_store.sending import FetchSource, SendBuffers
+from services.kv_store.store import Store
+from services.kv_store.token_bucket import TokenBucket
 
 MAX_PUTS = 32
 """Puts of one worker under way at once; each holds memory that nobody can use yet."""
 MAX_FETCHES = 64
 """Fetches of one worker that wait. Beyond, the Link's credits hold the worker back."""
+MAX_FRAME_BYTES = 512 << 20
+"""A fetch of which one layer is larger is refused."""
 
 log = structlog.get_logger()
 
@@ -40,20 +43,25 @@ class ProtocolBroken(Exception):
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     fetch_id: int
-    names: Sequence[bytes]
-    shape: Shape | None
+    nodes: Nodes | None
     """None: they were not there."""
 
 
 class Peer:
-    """Serves one Link until it is lost."""
+    """Serves one Link until it is lost. `bucket` holds what is sent to all peers to a rate."""
 
     def __init__(
-        self, link: Link, tier: DramTier, metrics: KvStoreMetrics, send_timeout_seconds: float
+        self,
+        link: Link,
+        store: Store,
+        metrics: KvStoreMetrics,
+        send_timeout_seconds: float,
+        bucket: TokenBucket,
     ) -> None:
-        self._link, self._tier, self._metrics = link, tier, metrics
+        self._link, self._store, self._metrics, self._bucket = link, store, metrics, bucket
         self._send_timeout_seconds = send_timeout_seconds
-        self._puts: dict[int, Put] = {}
+        self._buffers = SendBuffers()
+        self._puts: dict[int, tuple[Put, PutNames]] = {}
         # A Fetch that was missed is queued too, so that answers keep the order of the questions.
         self._fetches: asyncio.Queue[_Wanted] = asyncio.Queue(MAX_FETCHES)
 
@@ -64,14 +72,13 @@ class Peer:
                 tasks.create_task(self._send_fetched())
                 tasks.create_task(self._receive())
         except* (LinkError, HeaderUndecodable, ProtocolBroken) as ended:
-            log.info("store_peer_ended", peer=self._link.peer, reason=str(ended.exceptions[0]))
+            log.info("store_peer_ended", peer=self._link.peer, reason=_reason(ended))
         finally:
-            for put in self._puts.values():
+            for put, _ in self._puts.values():
                 self._drop(put, "cut")
             self._puts.clear()
             while not self._fetches.empty():
-                wanted = self._fetches.get_nowait()
-                self._end_fetch(wanted, "cut")
+                self._end_fetch(self._fetches.get_nowait(), "cut")
             await self._link.close()
 
     async def _receive(self) -> NoReturn:
@@ -87,10 +94,9 @@ class Peer:
             case PutNames() as put:
                 self._begin_put(put, _names_of(frame))
             case PutLayer() as layer:
-                self._put_layer(layer, frame)
+                await self._put_layer(layer, frame)
             case Fetch() as fetch:
-                names = _names_of(frame)
-                wanted = _Wanted(fetch.fetch_id, names, self._tier.begin_fetch(names))
+                wanted = _Wanted(fetch.fetch_id, self._store.begin_fetch(_names_of(frame)))
                 try:
                     await self._fetches.put(wanted)
                 except asyncio.CancelledError:
@@ -101,28 +107,24 @@ class Peer:
                 raise ProtocolBroken(f"a worker sent {type(other).__name__} to the store")
 
     def _begin_put(self, header: PutNames, names: list[bytes]) -> None:
-        if header.put_id in self._puts or len(self._puts) >= MAX_PUTS:
-            self._metrics.puts.labels("refused").inc()
-            return
-        evicted_before = self._tier.num_evicted
         try:
-            put = self._tier.begin_put(names, header.num_layers, header.layer_bytes, time.monotonic())
+            if header.put_id in self._puts or len(self._puts) >= MAX_PUTS:
+                raise PutRefused(f"put {header.put_id} beside {len(self._puts)} others, each with its own id")
+            self._puts[header.put_id] = self._store.begin_put(header, names), header
         except PutRefused as refusal:
             log.debug("put_refused", reason=str(refusal))
             self._metrics.puts.labels("refused").inc()
-            return
-        self._puts[header.put_id] = put
-        self._metrics.evicted_blocks.inc(self._tier.num_evicted - evicted_before)
 
-    def _put_layer(self, header: PutLayer, frame: Received) -> None:
-        put = self._puts.get(header.put_id)
-        if put is None:
+    async def _put_layer(self, header: PutLayer, frame: Received) -> None:
+        if header.put_id not in self._puts:
             return  # The put was refused; its layers were on their way already.
+        put, names = self._puts[header.put_id]
         self._metrics.transfer_bytes.labels("received").inc(frame.body.size)
         layers = range(header.layer, header.layer + header.num_layers)
         try:
-            if self._tier.put_layers(put, layers, frame.body, header.checksum):
+            if await self._store.blocks.put_layers(put, layers, frame.body, header.checksum):
                 del self._puts[header.put_id]
+                self._store.commit(put, names)
                 self._metrics.puts.labels("held").inc()
         except PutRefused as refusal:
             log.warning("put_dropped", reason=str(refusal), peer=self._link.peer)
@@ -130,7 +132,7 @@ class Peer:
             self._drop(put, "corrupt" if isinstance(refusal, LayerCorrupt) else "refused")
 
     def _drop(self, put: Put, result: str) -> None:
-        self._tier.drop_put(put)
+        self._store.blocks.drop_put(put)
         self._metrics.puts.labels(result).inc()
 
     async def _send_fetched(self) -> NoReturn:
@@ -138,35 +140,57 @@ class Peer:
             wanted = await self._fetches.get()
             result = "cut"
             try:
-                result = await self._send(wanted)
+                is_sent = wanted.nodes is not None and await self._send(wanted.fetch_id, wanted.nodes)
+                if not is_sent:
+                    header = encode_header(FetchMissed(fetch_id=wanted.fetch_id))
+                    await self._link.send(header, timeout_seconds=self._send_timeout_seconds)
+                result = "sent" if is_sent else "missed"
             finally:
                 self._end_fetch(wanted, result)
 
-    async def _send(self, wanted: _Wanted) -> str:
-        if wanted.shape is None:
-            header = encode_header(FetchMissed(fetch_id=wanted.fetch_id))
-            await self._link.send(header, timeout_seconds=self._send_timeout_seconds)
-            return "missed"
-        num_layers, layer_bytes = wanted.shape
-        for layers in layer_groups(num_layers, layer_bytes * len(wanted.names)):
-            started = time.monotonic()
-            body, checksum = self._tier.arena.read_layers(wanted.names, layers)
-            fetched = Fetched(
-                fetch_id=wanted.fetch_id,
-                layer=layers.start,
-                num_layers=len(layers),
-                num_blocks=len(wanted.names),
-                checksum=checksum,
-            )
-            await self._link.send(encode_header(fetched), body, timeout_seconds=self._send_timeout_seconds)
-            self._metrics.transfer_bytes.labels("sent").inc(body.size)
-            self._metrics.transfer_seconds.observe(time.monotonic() - started)
-        return "sent"
+    async def _send(self, fetch_id: int, nodes: Nodes) -> bool:
+        """False: not to be had, or no longer. The next layers are gathered while those before travel."""
+        store = self._store
+        source = FetchSource(store.blocks, nodes, store.loader, store.disk)
+        if source.bytes_per_layer > MAX_FRAME_BYTES:
+            return False
+        async with asyncio.TaskGroup() as tasks:
+            sending: asyncio.Task[None] | None = None
+            for layers in layer_groups(source.num_layers, source.bytes_per_layer):
+                body = await source.body(layers, self._buffers)
+                if sending is not None:
+                    await sending
+                if body is None:
+                    return False
+                header = Fetched(
+                    fetch_id=fetch_id,
+                    layer=layers.start,
+                    num_layers=len(layers),
+                    num_blocks=nodes.size,
+                    checksum=body[1],
+                )
+                sending = tasks.create_task(self._send_layers(header, body[0]))
+        return True
+
+    async def _send_layers(self, header: Fetched, body: Bytes) -> None:
+        if (wait := self._bucket.take(body.size, time.monotonic())) > 0:
+            await asyncio.sleep(wait)
+        started = time.monotonic()
+        await self._link.send(encode_header(header), body, timeout_seconds=self._send_timeout_seconds)
+        self._metrics.transfer_bytes.labels("sent").inc(body.size)
+        self._metrics.transfer_seconds.observe(time.monotonic() - started)
 
     def _end_fetch(self, wanted: _Wanted, result: str) -> None:
-        if wanted.shape is not None:
-            self._tier.end_fetch(wanted.names)
+        if wanted.nodes is not None:
+            self._store.blocks.end_fetch(wanted.nodes)
         self._metrics.fetches.labels(result).inc()
+
+
+def _reason(ended: BaseExceptionGroup[BaseException]) -> str:
+    first: BaseException = ended
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return str(first)
 
 
 def _names_of(frame: Received) -> list[bytes]:

@@ -1,22 +1,26 @@
-"""The KV store on the bus: answers `FindPrefix`; its peers' Links carry the blocks."""
+"""The KV store on the bus: answers `FindPrefix`, heeds `GroupTtls`, tells what is here. Its peers' Links
+carry the blocks."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from libs.bus.messages.presence import WorkerLoad
-from libs.bus.messages.store import FindPrefix, PrefixHeld
+from libs.bus.messages.kv_events import Tier
+from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.bus.messages.store import FindPrefix, GroupTtls, PrefixHeld
 from libs.bus.port import Subscription
-from libs.kv.names import split_names
+from libs.config.errors import SettingsError
+from libs.kv.block_tree import DISK, MEMORY
+from libs.kv_events.publisher import KvEventPublisher
 from libs.runtime.runtime import Runtime
 from libs.transport.choose import make_transport
 from libs.transport.port import Listener, Transport
-from services.kv_store.dram_tier import DramTier
+from services.kv_store.disk.errors import FolderUnusable
+from services.kv_store.disk.settings import SMALLEST_CAP_BYTES
 from services.kv_store.metrics import KvStoreMetrics
 from services.kv_store.peer import Peer
 from services.kv_store.settings import KvStoreSettings
-
-GIB = 1 << 30
+from services.kv_store.store import GIB, Store, open_disk
+from services.kv_store.token_bucket import TokenBucket
 
 
 def open_transport(settings: KvStoreSettings, runtime: Runtime) -> Transport:
@@ -34,64 +38,150 @@ class KvStoreService:
         open_transport: Callable[[KvStoreSettings, Runtime], Transport] = open_transport,
     ) -> None:
         self._settings, self._open_transport = settings, open_transport
-        self._tier = DramTier(int(settings.memory_gib * GIB))
+        self._bucket = TokenBucket(settings.fetch_bytes_per_second)
+        self._store: Store | None = None
         self._transport: Transport | None = None
         self._listener: Listener | None = None
-        self._finding: Subscription | None = None
+        self._publisher: KvEventPublisher | None = None
+        self._subscriptions: list[Subscription] = []
 
     async def open(self, runtime: Runtime) -> None:
-        """Listen, and tell where."""
+        """Find what the disk holds, listen, and tell where. Raises SettingsError."""
         self._runtime = runtime
+        self._publisher = publisher = KvEventPublisher(
+            runtime.bus, runtime.incarnation, ServiceKind.KV_STORE, self._held
+        )
+        self._metrics = KvStoreMetrics(runtime.registry)
+        store = self._make_store(publisher)
+        try:
+            await store.open()
+        except FolderUnusable as error:
+            raise SettingsError(str(error)) from error
+        self._store = store
         self._transport = transport = self._open_transport(self._settings, runtime)
-        self._declare(KvStoreMetrics(runtime.registry), transport)
+        declare(self._metrics, store, transport)
         self._listener = await transport.listen(self._settings.link_host)
-        runtime.spawn("accept", self._accept(self._listener))
-        self._finding = await runtime.bus.serve(FindPrefix, self._find, at=runtime.incarnation)
+        runtime.spawn("accept", self._accept(self._listener, store))
+        self._subscriptions = [
+            await runtime.bus.serve(FindPrefix, self._find, at=runtime.incarnation),
+            await runtime.bus.subscribe(GroupTtls, store.accept_ttls),
+        ]
+        await publisher.open()
+        runtime.spawn("kv-events", publisher.run())
         runtime.describe(link_address=self._listener.address)
 
     async def drain(self) -> None:
-        """Nothing here is anybody's request: workers compute what they cannot fetch."""
+        """Workers compute what they cannot fetch; only the disk is waited for."""
+        if self._store is not None:
+            await self._store.drain()
 
     async def close(self) -> None:
-        """Stop answering, then cut the Links."""
-        if self._finding is not None:
-            await self._finding.close()
+        """Stop answering, cut the Links, then let go of the blocks."""
+        for subscription in self._subscriptions:
+            await subscription.close()
+        if self._publisher is not None:
+            await self._publisher.close()
         if self._listener is not None:
             await self._listener.close()
         if self._transport is not None:
             await self._transport.close()
+        if self._store is not None:
+            await self._store.close()
 
     def load(self) -> WorkerLoad:
-        """Blocks held, and about how many of their size the budget has room for."""
-        index = self._tier.index
-        num_held = len(index) + index.num_staged
-        capacity = index.budget_bytes * num_held // index.num_used_bytes if index.num_used_bytes else 0
-        return WorkerLoad(num_blocks=capacity, num_used_blocks=num_held)
+        """Blocks in memory, and about how many of their size it has room for."""
+        if self._store is None:
+            return WorkerLoad()
+        blocks = self._store.blocks
+        num_held = blocks.tree.num_in(MEMORY) + blocks.num_staged
+        used = blocks.slab.num_used_bytes
+        return WorkerLoad(
+            num_blocks=blocks.slab.budget_bytes * num_held // used if used else 0, num_used_blocks=num_held
+        )
 
-    async def _accept(self, listener: Listener) -> NoReturn:
-        while True:
-            peer = Peer(
-                await listener.accept(), self._tier, self._metrics, self._settings.send_timeout_seconds
+    def _make_store(self, publisher: KvEventPublisher) -> Store:
+        settings, cap_bytes = self._settings, int(self._settings.disk_gib * GIB)
+        if 0 < cap_bytes < SMALLEST_CAP_BYTES:
+            raise SettingsError(
+                f"disk_gib is {settings.disk_gib}; the least is {SMALLEST_CAP_BYTES / GIB:.3f}, or 0 for none"
             )
+        stores: list[Store] = []
+
+        def on_paused(is_paused: bool) -> None:
+            for store in stores:
+                store.on_disk_paused(is_paused)
+
+        disk = open_disk(settings, self._runtime.identity.name, on_paused)
+        stores.append(Store(settings, self._metrics, publisher, self._runtime.spawn, disk))
+        return stores[0]
+
+    async def _accept(self, listener: Listener, store: Store) -> NoReturn:
+        while True:
+            link = await listener.accept()
+            peer = Peer(link, store, self._metrics, self._settings.send_timeout_seconds, self._bucket)
             self._runtime.spawn("peer", peer.serve())
 
     async def _find(self, question: FindPrefix) -> PrefixHeld:
-        names = split_names(question.names)
-        lease_seconds = self._settings.lease_seconds if question.lease else 0.0
-        held: list[int] = []
-        start, now = 0, time.monotonic()
-        for length in question.run_lengths:
-            held.append(self._tier.find(names[start : start + length], now, lease_seconds))
-            start += length
-        self._metrics.queried_blocks.inc(len(names))
-        self._metrics.found_blocks.inc(sum(held))
-        return PrefixHeld(num_blocks=tuple(held), num_in_memory=tuple(held), lease_seconds=lease_seconds)
+        if self._store is None:
+            raise RuntimeError("asked before it is open")
+        return self._store.find(question)
 
-    def _declare(self, metrics: KvStoreMetrics, transport: Transport) -> None:
-        self._metrics = metrics
-        index = self._tier.index
-        metrics.num_blocks.set_function(lambda: len(index))
-        metrics.num_staged.set_function(lambda: index.num_staged)
-        metrics.used_bytes.set_function(lambda: index.num_used_bytes)
-        metrics.cache_usage.set_function(lambda: index.num_used_bytes / index.budget_bytes)
-        metrics.num_links.set_function(transport.num_open_links)
+    def _held(self) -> Iterator[tuple[Tier, Sequence[bytes]]]:
+        if self._store is None:
+            return
+        for number, tier in ((MEMORY, Tier.DRAM), (DISK, Tier.DISK)):
+            for names in self._store.blocks.tree.members(number):
+                yield tier, names
+
+
+def declare(metrics: KvStoreMetrics, store: Store, transport: Transport) -> None:
+    """Let the metrics read the store."""
+    blocks, disk = store.blocks, store.disk
+    tree, slab = blocks.tree, blocks.slab
+    metrics.num_blocks.set_function(lambda: len(tree))
+    metrics.num_staged.set_function(lambda: blocks.num_staged)
+    metrics.used_bytes.set_function(lambda: slab.num_used_bytes)
+    metrics.cache_usage.set_function(lambda: slab.num_used_bytes / slab.budget_bytes)
+    metrics.num_links.set_function(transport.num_open_links)
+    metrics.tier_blocks.labels("dram").set_function(lambda: tree.num_in(MEMORY))
+    metrics.tier_bytes.labels("dram").set_function(lambda: slab.num_used_bytes)
+    metrics.tier_capacity.labels("dram").set(slab.budget_bytes)
+    metrics.count_from(
+        "store_evicted_blocks_total",
+        "Blocks that went for others, from either tier.",
+        lambda: {"": sum(blocks.num_evicted.values())},
+    )
+    metrics.count_from(
+        "store_tier_evicted_blocks_total",
+        "Blocks that went from a tier for others.",
+        lambda: {"dram": blocks.num_evicted[MEMORY], "disk": blocks.num_evicted[DISK]},
+        "tier",
+    )
+    if disk is not None and store.loader is not None and store.writer is not None:
+        loader, writer, counts = store.loader, store.writer, disk.counts
+        metrics.num_loading.set_function(lambda: loader.num_loading)
+        metrics.num_waiting.set_function(lambda: writer.num_waiting)
+        metrics.tier_blocks.labels("disk").set_function(lambda: tree.num_in(DISK))
+        metrics.tier_bytes.labels("disk").set_function(lambda: disk.num_file_bytes)
+        metrics.tier_capacity.labels("disk").set(disk.cap_bytes)
+        metrics.disk_paused.set_function(lambda: float(disk.is_paused))
+        metrics.count_from(
+            "store_disk_reads_total",
+            "Blocks read from disk, a layer group each, by result: read, missing, corrupt, failed.",
+            lambda: {
+                "read": counts.num_read,
+                "missing": counts.num_missing,
+                "corrupt": counts.num_corrupt,
+                "failed": counts.num_failed,
+            },
+            "result",
+        )
+        metrics.count_from(
+            "store_disk_writes_total",
+            "Blocks written to disk, or not: no room, paused, or too many waited.",
+            lambda: {"written": counts.num_written, "skipped": writer.num_skipped},
+            "result",
+        )
+        metrics.count_from(
+            "store_disk_write_errors_total", "Writes the disk refused.", lambda: {"": counts.num_write_errors}
+        )

@@ -4,13 +4,49 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from libs.kv.eviction import EvictionKind
+from libs.kv.write_policy import WritePolicy
 from libs.runtime.settings import RuntimeSettings
+from services.kv_store.disk.settings import FsyncPolicy
 
 
 class KvStoreSettings(RuntimeSettings, frozen=True, kw_only=True):
-    """Keeps KV blocks of all workers in memory, found by name."""
+    """Keeps KV blocks of all workers in memory and on disk, found by name."""
 
     memory_gib: Annotated[float, Meta(description="memory for blocks, in GiB", gt=0)] = 1.0
+    disk_gib: Annotated[
+        float, Meta(description="disk space for blocks, in GiB; 0: memory alone, else 0.04 at least", ge=0)
+    ] = 0.0
+    disk_path: Annotated[
+        str, Meta(description="folder for blocks on disk; default: kv/NAME in the state folder")
+    ] = ""
+    index_path: Annotated[
+        str, Meta(description="folder of their index, RocksDB; default: beside the blocks")
+    ] = ""
+    index_cache_mib: Annotated[int, Meta(description="memory of the index for reading, in MiB", ge=1)] = 32
+    fsync: Annotated[
+        FsyncPolicy, Meta(description="off: leave it to the system; interval: every 5 s; always: each write")
+    ] = "interval"
+    eviction: Annotated[
+        EvictionKind, Meta(description="lru: the least recently used goes first; lfu: the least often, aging")
+    ] = "lru"
+    write_policy: Annotated[
+        WritePolicy,
+        Meta(description="to disk: at once, before memory gives them up, or when hit a second time"),
+    ] = "write_through"
+    ttl_seconds: Annotated[
+        float, Meta(description="unused blocks are kept this long; 0: until evicted", ge=0)
+    ] = 0.0
+    fetch_bytes_per_second: Annotated[
+        float, Meta(description="the most that is sent to workers, all together; 0: no limit", ge=0)
+    ] = 0.0
+    access_trace: Annotated[
+        str, Meta(description="append each lookup and put to this file; empty: do not")
+    ] = ""
+    access_trace_mib: Annotated[
+        int, Meta(description="its size and that of older ones together, in MiB", ge=1)
+    ] = 256
+    state_dir: Annotated[str, Meta(description="where state is kept", min_length=1)] = ".kvmesh"
     lease_seconds: Annotated[
         float, Meta(description="how long blocks are kept for a worker that was told of them", gt=0)
     ] = 5.0

@@ -1,0 +1,76 @@
+"""The access trace on disk: appended in the background, rotated by size."""
+
+import asyncio
+import os
+from collections import deque
+from pathlib import Path
+from typing import NoReturn
+
+import structlog
+
+from libs.kv.access_trace import TraceLine, encode_line, rotated_files
+
+MAX_WAITING = 10_000
+"""Lines that wait to be written; what comes when so many do is dropped and counted."""
+NUM_FILES = 4
+"""Of a trace, the one being written among them."""
+
+log = structlog.get_logger()
+
+
+class TraceFile:
+    """`path`, and `path.1` (the latest) to `path.3` rotated away; never more than `max_bytes` in all."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path, self._max_file_bytes = path, max(1, max_bytes // NUM_FILES)
+        self._waiting: deque[bytes] = deque()
+        self._is_due = asyncio.Event()
+        self.num_dropped = 0
+        """Lines not written: too many waited, or the disk would not take them."""
+
+    def add(self, line: TraceLine) -> None:
+        """Write it soon."""
+        if len(self._waiting) >= MAX_WAITING:
+            self.num_dropped += 1
+            return
+        self._waiting.append(encode_line(line))
+        self._is_due.set()
+
+    async def run(self) -> NoReturn:
+        """For ever. What the disk will not take is dropped."""
+        while True:
+            await self._is_due.wait()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what waits."""
+        self._is_due.clear()
+        lines = list(self._waiting)
+        self._waiting.clear()
+        if not lines:
+            return
+        try:
+            await asyncio.to_thread(self._append, lines)
+        except OSError as error:
+            self.num_dropped += len(lines)
+            log.warning("access_trace_not_written", path=str(self._path), error=str(error))
+
+    def _append(self, lines: list[bytes]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        while lines:
+            num_bytes = self._path.stat().st_size if self._path.exists() else 0
+            fitting: list[bytes] = []
+            while lines and (num_bytes + len(lines[0]) <= self._max_file_bytes or not num_bytes):
+                num_bytes += len(lines[0])
+                fitting.append(lines.pop(0))
+            with self._path.open("ab") as file:
+                file.write(b"".join(fitting))
+            if lines:
+                self._rotate()
+
+    def _rotate(self) -> None:
+        for number, path in enumerate(reversed(rotated_files(self._path)), start=1):
+            if number < NUM_FILES:
+                os.replace(path, self._path.with_name(f"{self._path.name}.{number}"))
+            else:
+                path.unlink()
