@@ -201,7 +201,9 @@ class KvView:
 
 
 def _keys(names: bytes) -> list[int]:
-    keys: list[int] = np.frombuffer(names, dtype="<u8")[:: NAME_BYTES // 8].tolist()
+    # What is no whole name, a peer of ours never sent: it is passed over.
+    whole = np.frombuffer(names, dtype="<u8", count=len(names) // NAME_BYTES * (NAME_BYTES // 8))
+    keys: list[int] = whole[:: NAME_BYTES // 8].tolist()
     return keys
 
 

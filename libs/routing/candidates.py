@@ -73,6 +73,11 @@ class PrefillCandidates:
     def __len__(self) -> int:
         return len(self.queued_seconds)
 
+    def only(self, index: int) -> "PrefillCandidates":
+        """One of them alone."""
+        one = slice(index, index + 1)
+        return PrefillCandidates(*(getattr(self, name)[one] for name in self.__slots__))
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeCandidates:

@@ -6,9 +6,13 @@ behind it do not starve it.
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from random import Random
 
 from libs.bus.messages.generation import Place, Placed, Refused
+from libs.kv_events.view import KvView
 from libs.request.outcome import RefusalReason
+from libs.routing.candidates import Draw
+from services.router.choosing import Match
 from services.router.matching import Matching, Obstacle
 from services.router.view import ClusterView
 
@@ -41,13 +45,24 @@ class Answer:
 
     ticket: Ticket
     outcome: Placed | Refused
+    match: Match | None = None
+    """Of a placement: what is expected of it."""
 
 
 class Admission:
-    """Tickets in order of arrival, and the view they are decided by."""
+    """Tickets in order of arrival, and the views they are decided by. `chance` is what choices draw from."""
 
-    def __init__(self, rules: AdmissionRules, matching: Matching, view: ClusterView, now: float) -> None:
-        self._rules, self._matching, self._view = rules, matching, view
+    def __init__(
+        self,
+        rules: AdmissionRules,
+        matching: Matching,
+        view: ClusterView,
+        held: KvView,
+        now: float,
+        chance: Random,
+    ) -> None:
+        self._rules, self._matching, self._view, self._held = rules, matching, view, held
+        self._chance = chance
         self._queue: OrderedDict[int, Ticket] = OrderedDict()
         self._num_tickets = 0
         self._num_placed = 0
@@ -102,10 +117,10 @@ class Admission:
         answers: list[Answer] = []
         blocked_models: set[str] = set()
         for ticket in list(self._queue.values()):
-            outcome = self._decide_one(ticket, blocked_models, now)
-            if outcome is not None:
+            answer = self._decide_one(ticket, blocked_models, now)
+            if answer is not None:
                 del self._queue[ticket.number]
-                answers.append(Answer(ticket, outcome))
+                answers.append(answer)
         return answers
 
     def next_wake(self, now: float) -> float:
@@ -118,30 +133,30 @@ class Admission:
         deadlines = [ticket.place.deadline_unix_seconds for ticket in self._queue.values()]
         return min([*deadlines, *ends, self._view.next_change(now)])
 
-    def _decide_one(self, ticket: Ticket, blocked_models: set[str], now: float) -> Placed | Refused | None:
+    def _decide_one(self, ticket: Ticket, blocked_models: set[str], now: float) -> Answer | None:
         """None: it waits on."""
         place = ticket.place
         if place.deadline_unix_seconds <= now:
-            return Refused(reason=RefusalReason.DEADLINE, detail="no place was free before its deadline")
+            return _refuse(ticket, RefusalReason.DEADLINE, "no place was free before its deadline")
         if place.model in blocked_models:
             return None
-        match = self._matching.match(place, ticket.arrived_at, self._view, self._num_placed, now)
-        if isinstance(match, Placed):
+        draw = Draw(self._num_placed, self._chance.random(), self._chance.random())
+        match = self._matching.match(place, ticket.arrived_at, self._view, self._held, draw, now)
+        if isinstance(match, Match):
             self._num_placed += 1
-            self._view.place(place.request_id, match, place.num_tokens, now)
-            return match
+            self._view.place(place.request_id, match.shares, now)
+            return Answer(ticket, match.placed, match)
         if match is Obstacle.NO_ROOM:
             if not place.exclude:  # one that avoids workers holds back nobody who does not
                 blocked_models.add(place.model)
             return None
         if match is Obstacle.TOO_LONG:
-            detail = f"{place.num_tokens} tokens fit no decode instance, even when it is empty"
-            return Refused(reason=RefusalReason.TOO_LONG, detail=detail)
-        return self._no_workers() if self._gives_up(ticket, now) else None
+            detail = f"{place.num_tokens} tokens fit no pair of instances, even when it is empty"
+            return _refuse(ticket, RefusalReason.TOO_LONG, detail)
+        return self._no_workers(ticket) if self._gives_up(ticket, now) else None
 
     def _note_pairs(self, now: float) -> None:
-        anything = Place(request_id="", num_tokens=0, max_new_tokens=0, deadline_unix_seconds=now)
-        if self._matching.match(anything, now, self._view, 0, now) is not Obstacle.NO_PAIR:
+        if self._view.has_pair(now):
             self._pair_seen_at = now
 
     def _gives_up(self, ticket: Ticket, now: float) -> bool:
@@ -156,13 +171,10 @@ class Admission:
         since = ticket.arrived_at if waits_for_others else self._pair_seen_at
         return now >= since + patience
 
-    def _no_workers(self) -> Refused:
-        return Refused(
-            reason=RefusalReason.NO_WORKERS,
-            detail="no decode instance with a way to run prompts is ready",
-            retry_after_seconds=self._rules.no_workers_grace_seconds,
-        )
+    def _no_workers(self, ticket: Ticket) -> Answer:
+        detail = "no decode instance with a way to run prompts is ready"
+        return _refuse(ticket, RefusalReason.NO_WORKERS, detail, self._rules.no_workers_grace_seconds)
 
 
-def _refuse(ticket: Ticket, reason: RefusalReason, detail: str, retry_after_seconds: float) -> Answer:
+def _refuse(ticket: Ticket, reason: RefusalReason, detail: str, retry_after_seconds: float = 1.0) -> Answer:
     return Answer(ticket, Refused(reason=reason, detail=detail, retry_after_seconds=retry_after_seconds))

@@ -4,6 +4,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from libs.telemetry.metrics import SECONDS_BUCKETS
 
+DECISION_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
+
 
 class RouterMetrics:
     """Declared once, in the registry of the process."""
@@ -21,6 +23,32 @@ class RouterMetrics:
             "kvmesh_router_num_instances", "Instances that take requests.", ["kind"], registry=registry
         )
         self.placed = Counter("kvmesh_router_placed_total", "Requests placed.", registry=registry)
+        self.decisions = Counter(
+            "kvmesh_router_decisions_total",
+            "Placements by where the beginning of the prompt's KV is expected to come from.",
+            ["kind"],
+            registry=registry,
+        )
+        self.predicted_ttft_seconds = Histogram(
+            "kvmesh_router_predicted_ttft_seconds",
+            "From the placement to the first token, as predicted.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.decision_seconds = Histogram(
+            "kvmesh_router_decision_seconds",
+            "What one look at the queue took, mostly one decision.",
+            buckets=DECISION_BUCKETS,
+            registry=registry,
+        )
+        self.num_known_blocks = Gauge(
+            "kvmesh_router_num_known_blocks", "Blocks whose holders are known.", registry=registry
+        )
+        self.num_publishers_behind = Gauge(
+            "kvmesh_router_num_publishers_behind",
+            "Holders of KV that are being asked anew what they hold.",
+            registry=registry,
+        )
         self.refused = Counter(
             "kvmesh_router_refused_total", "Requests refused, by reason.", ["reason"], registry=registry
         )

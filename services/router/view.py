@@ -4,158 +4,162 @@ Pure state. `now` is unix seconds everywhere in this service, because deadlines 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from libs.bus.messages.generation import Placed
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+import numpy as np
+
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.kv_events.view import KvView
+from libs.routing.candidates import Ints
+from services.router.instances import Bools, Instances
 
 WORKERS = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """One request that was sent to two instances and is not yet counted in both their reports."""
+class Share:
+    """What one placement takes at one instance until that instance's reports count it."""
 
-    request_id: str
-    prefill: str
-    decode: str
-    num_tokens: int
-    placed_at: float
+    num_tokens: int = 0
+    num_blocks: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
-class Instance:
-    """One worker: what it said of itself, and what was placed on it since."""
+class Placement:
+    """One request that was sent to two instances and is not counted in their reports yet."""
 
-    presence: Presence
-    load: WorkerLoad | None = None
-    sequence: int = -1
-    heard_at: float = float("-inf")
-    pending: dict[str, int] = field(default_factory=dict[str, int])
-    """Tokens of placements its reports do not count yet, by request id."""
-
-    @property
-    def incarnation(self) -> str:
-        """The name that messages are addressed to."""
-        return self.presence.incarnation
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return max(1, self.load.block_size) if self.load else 1
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the whole pool."""
-        return self.load.num_blocks if self.load else 0
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences it has or is about to have."""
-        load = self.load or WorkerLoad()
-        return load.num_running + load.num_waiting + load.num_reserved + len(self.pending)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Prompt tokens in front of a new prompt."""
-        return (self.load.num_waiting_tokens if self.load else 0) + sum(self.pending.values())
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks nobody holds, no placement on its way will take, and no running sequence needs next."""
-        load = self.load or WorkerLoad()
-        taken = sum(blocks_for(tokens, self.block_size) for tokens in self.pending.values())
-        return self.num_blocks - load.num_used_blocks - taken - load.num_running - load.num_waiting
-
-
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that a prompt of `num_tokens` and its first output token take."""
-    return num_tokens // block_size + 1
+    placed_at: float
+    shares: dict[str, Share] = field(default_factory=dict[str, Share])
+    """By incarnation; those whose reports count it are taken out."""
 
 
 class ClusterView:
-    """Instances by incarnation. A worker counts as alive while its reports keep coming."""
+    """Instances by row. A worker counts as alive while its reports keep coming."""
 
     def __init__(self, *, stale_after_seconds: float, placement_seconds: float, max_placements: int) -> None:
         self._stale_after_seconds = stale_after_seconds
         self._placement_seconds = placement_seconds
         self._max_placements = max_placements
-        self._instances: dict[str, Instance] = {}
         self._placements: OrderedDict[str, Placement] = OrderedDict()
+        self.instances = Instances()
+        self._num_changes = 0
+        self._slots_seen = (-1, -1)
+        self._slots: Ints = np.zeros(0, np.int64)
 
     def set_members(self, members: Iterable[Presence]) -> None:
         """Take the roster as it is now. Who is not in it is gone, with all that was placed on it."""
+        self._num_changes += 1
         present = {member.incarnation: member for member in members if member.kind in WORKERS}
-        for incarnation in self._instances.keys() - present.keys():
-            del self._instances[incarnation]
-        for incarnation, presence in present.items():
-            if incarnation in self._instances:
-                self._instances[incarnation].presence = presence
-            else:
-                self._instances[incarnation] = Instance(presence)
+        for incarnation in self.instances.rows.keys() - present.keys():
+            self.instances.remove(incarnation)
+        # By name, so that no choice depends on who was heard first.
+        for presence in sorted(present.values(), key=lambda p: (p.name, p.incarnation)):
+            row = self.instances.rows.get(presence.incarnation)
+            if row is None:
+                self.instances.add(presence)
+            elif self.instances.presences[row] is not presence:
+                self.instances.describe(row, presence)
 
     def hear(self, report: LoadReport, now: float) -> None:
         """Take a load report; an older one than already known, or of a stranger, changes nothing."""
-        instance = self._instances.get(report.incarnation)
-        if instance is None or report.sequence <= instance.sequence:
+        row = self.instances.rows.get(report.incarnation)
+        if row is None or report.sequence <= self.instances.sequence[row]:
             return
-        instance.load, instance.sequence, instance.heard_at = report.load, report.sequence, now
+        self.instances.hear(row, report.load, report.sequence, now)
         for request_id in report.load.recent_request_ids:
-            instance.pending.pop(request_id, None)
+            placement = self._placements.get(request_id)
+            if placement is not None:
+                self._give_back(placement, report.incarnation)
 
-    def place(self, request_id: str, pair: Placed, num_tokens: int, now: float) -> None:
+    def place(self, request_id: str, shares: Mapping[str, Share], now: float) -> None:
         """Count a placement until reports do, or until it is withdrawn or forgotten."""
         self.withdraw(request_id)
         while len(self._placements) >= self._max_placements:
             self.withdraw(next(iter(self._placements)))
-        self._placements[request_id] = Placement(request_id, pair.prefill, pair.decode, num_tokens, now)
-        for incarnation in (pair.prefill, pair.decode):
-            if incarnation in self._instances:
-                self._instances[incarnation].pending[request_id] = num_tokens
+        self._placements[request_id] = Placement(now, dict(shares))
+        for incarnation, share in shares.items():
+            self._count(incarnation, share, 1)
 
     def withdraw(self, request_id: str) -> bool:
         """Forget a placement; False where there is none."""
         placement = self._placements.pop(request_id, None)
         if placement is None:
             return False
-        for incarnation in (placement.prefill, placement.decode):
-            if incarnation in self._instances:
-                self._instances[incarnation].pending.pop(request_id, None)
+        for incarnation in list(placement.shares):
+            self._give_back(placement, incarnation)
         return True
 
     def forget_old_placements(self, now: float) -> None:
         """Placements nobody acted on: their gateway died between the router's answer and the workers."""
         while self._placements:
-            oldest = next(iter(self._placements.values()))
+            request_id, oldest = next(iter(self._placements.items()))
             if oldest.placed_at + self._placement_seconds > now:
                 return
-            self.withdraw(oldest.request_id)
+            self.withdraw(request_id)
 
     def next_change(self, now: float) -> float:
         """When time alone will next change the view, at the latest."""
-        silences = [i.heard_at + self._stale_after_seconds for i in self._instances.values() if i.load]
+        silences = self.instances.heard_at + self._stale_after_seconds
+        coming = silences[silences > now]
+        next_at = float(coming.min()) if len(coming) else float("inf")
         oldest = next(iter(self._placements.values()), None)
-        if oldest:
-            silences.append(oldest.placed_at + self._placement_seconds)
-        return min((at for at in silences if at > now), default=float("inf"))
+        if oldest is not None and oldest.placed_at + self._placement_seconds > now:
+            next_at = min(next_at, oldest.placed_at + self._placement_seconds)
+        return next_at
 
-    def ready(self, kind: ServiceKind, now: float) -> list[Instance]:
-        """Instances of a kind that take requests, by name, so that no choice depends on hash order."""
-        alive = (i for i in self._instances.values() if i.presence.kind is kind and i.load is not None)
-        return sorted(
-            (
-                i
-                for i in alive
-                if i.presence.state is ServiceState.READY and now < i.heard_at + self._stale_after_seconds
-            ),
-            key=lambda i: (i.presence.name, i.incarnation),
+    def ready(self, kind: ServiceKind, now: float) -> Ints:
+        """Rows of the instances of a kind that take requests."""
+        of_kind = (
+            self.instances.is_prefill if kind is ServiceKind.PREFILL_WORKER else self.instances.is_decode
         )
+        return np.flatnonzero(of_kind & self._alive(now))
+
+    def kv_slots(self, held: KvView) -> Ints:
+        """For each row, the slot that `held` has for that worker's pool; -1: it knows of none."""
+        seen = (held.num_slot_changes, self._num_changes)
+        if seen != self._slots_seen:
+            incarnations = [p.incarnation if p is not None else "" for p in self.instances.presences]
+            self._slots, self._slots_seen = held.slots(incarnations), seen
+        return self._slots
+
+    def has_pair(self, now: float) -> bool:
+        """Whether some prompt can be run, and its answer decoded."""
+        alive, known = self._alive(now), self.instances
+        decodes = known.is_decode & alive
+        if (decodes & known.runs_prompts).any():
+            return True
+        prefills = known.fingerprint[known.is_prefill & alive]
+        return bool(len(prefills)) and bool(np.isin(known.fingerprint[decodes], prefills).any())
 
     def has_starting(self) -> bool:
         """Whether some worker is on its way to ready."""
-        return any(i.presence.state is ServiceState.STARTING for i in self._instances.values())
+        members = (presence for presence in self.instances.presences if presence is not None)
+        return any(presence.state is ServiceState.STARTING for presence in members)
 
     def num_placements(self) -> int:
         """For the gauge that must return to its baseline."""
         return len(self._placements)
+
+    def _alive(self, now: float) -> Bools:
+        known = self.instances
+        alive: Bools = known.is_ready & (now < known.heard_at + self._stale_after_seconds)
+        return alive
+
+    def _give_back(self, placement: Placement, incarnation: str) -> None:
+        share = placement.shares.pop(incarnation, None)
+        if share is not None:
+            self._count(incarnation, share, -1)
+
+    def _count(self, incarnation: str, share: Share, sign: int) -> None:
+        row = self.instances.rows.get(incarnation)
+        if row is None:
+            return
+        known = self.instances
+        known.num_pending[row] += sign
+        known.num_pending_tokens[row] += sign * share.num_tokens
+        known.num_pending_blocks[row] += sign * share.num_blocks
+        known.pending_seconds[row] += sign * share.seconds
+        if not known.num_pending[row]:
+            known.pending_seconds[row] = 0.0  # what sums of floats leave behind

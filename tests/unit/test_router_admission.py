@@ -1,4 +1,5 @@
 from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -7,11 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from libs.bus.messages.generation import Place, Placed, Refused
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.kv_events.view import KvView
 from libs.request.outcome import RefusalReason
+from libs.routing.decode_placement import blocks_for
+from libs.routing.policies import POLICIES
 from services.router.admission import Admission, AdmissionRules, Answer
+from services.router.choosing import Choosing
 from services.router.matching import Matching
-from services.router.policy import POLICIES
-from services.router.view import ClusterView, blocks_for
+from services.router.view import ClusterView
 
 PREFILL, DECODE = ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER
 RULES = AdmissionRules(max_queue=4, no_workers_grace_seconds=5, starting_grace_seconds=30)
@@ -30,17 +34,24 @@ def report(kind: ServiceKind, incarnation: str, sequence: int, **load: object) -
 
 
 def place(request_id: str, num_tokens: int = 15, deadline: float = DEADLINE, **more: object) -> Place:
-    return Place(
-        request_id=request_id, num_tokens=num_tokens, max_new_tokens=8, deadline_unix_seconds=deadline, **more
-    )  # type: ignore[arg-type]  # kwargs of the tests
+    facts = {"request_id": request_id, "num_tokens": num_tokens, "deadline_unix_seconds": deadline, **more}
+    return Place(**{"max_new_tokens": 8, **facts})  # type: ignore[arg-type]  # kwargs of the tests
 
 
 class Mesh:
     """One router's deciders with a prefill and a decode worker, and a clock in the test's hand."""
 
-    def __init__(self, *, policy: str = "least_load", rules: AdmissionRules = RULES) -> None:
+    def __init__(
+        self,
+        *,
+        policy: str = "least_load",
+        rules: AdmissionRules = RULES,
+        max_expected_output_tokens: int = 512,
+    ) -> None:
         self.view = ClusterView(stale_after_seconds=3, placement_seconds=5, max_placements=100)
-        self.admission = Admission(rules, Matching(POLICIES[policy], 10_000), self.view, now=0.0)
+        self.held = KvView(1000)
+        matching = Matching(Choosing(POLICIES[policy]), 10_000, max_expected_output_tokens)
+        self.admission = Admission(rules, matching, self.view, self.held, 0.0, Random(1))
         self.now = 0.0
         self.members = [worker(PREFILL, "p0"), worker(DECODE, "d0")]
         self.sequence = 0
