@@ -8,7 +8,7 @@ import structlog
 
 from libs.bus.messages.generation import Refused, Reserve, Reserved, TokenDelta
 from libs.engine.engine import Engine
-from libs.engine.errors import EngineError, PromptTooLong, UnknownSequence
+from libs.engine.errors import EngineError, PromptTooLong
 from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, TokenOutput
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason, RefusalReason
@@ -26,6 +26,8 @@ SendTokens = Callable[[str, Sequence[TokenDelta]], None]
 """Gateway, and what one step has for it."""
 TellNames = Callable[[Sequence[bytes], Sequence[bytes]], None]
 """Names of blocks that can be found here now, and of such that cannot any more."""
+RunPrompt = Callable[[HeldSequence, int], object]
+"""A reserved sequence, and the blocks of its prompt that are here: run the prompt in the background."""
 
 
 class Decoding:
@@ -55,6 +57,7 @@ class Decoding:
         self._engine: Engine | None = None
         self._on_names: TellNames = _tell_nobody
         self._on_finished: Callable[[HeldSequence], None] | None = None
+        self._run_prompt: RunPrompt | None = None
 
     def attach(
         self,
@@ -62,10 +65,12 @@ class Decoding:
         *,
         on_names: TellNames,
         on_finished: Callable[[HeldSequence], None] | None,
+        run_prompt: RunPrompt,
     ) -> None:
-        """The engine whose listener this is, who hears of blocks by name, and of sequences that came to
-        their own end."""
+        """The engine whose listener this is; who hears of blocks by name, and of sequences that came to
+        their own end; and who runs prompts here."""
         self._engine, self._on_names, self._on_finished = engine, on_names, on_finished
+        self._run_prompt = run_prompt
 
     @property
     def engine(self) -> Engine:
@@ -222,23 +227,21 @@ class Decoding:
             return Refused(reason=RefusalReason.OVERLOADED, detail="it was aborted meanwhile")
         self._metrics.prompt_tokens.inc(generation.num_prompt_tokens)
         self.recent.add(held.request_id, self._clock())
-        return await self._start(held, reservation)
+        self._start(held, reservation)
+        return None
 
-    async def _start(self, held: HeldSequence, reservation: Reservation) -> Refused | None:
+    def _start(self, held: HeldSequence, reservation: Reservation) -> None:
         num_cached = reservation.num_cached_blocks
         if held.prefill:
             num_blocks = -(-num_tokens(held.generation) // self._block_size)
             held.adoption = Adoption(self._num_layers, num_blocks, num_cached)
             held.stage = Stage.AWAITING_KV
             self.came.set()
-            return None
+            return
         held.stage = Stage.RUNNING
         self.came.set()
-        try:
-            await self.engine.begin(held.request_id, num_computed_tokens=num_cached * self._block_size)
-        except UnknownSequence:
-            return Refused(reason=RefusalReason.OVERLOADED, detail="it was aborted meanwhile")
-        return None
+        if self._run_prompt is not None:
+            self._run_prompt(held, num_cached)
 
     def _failed(self, held: HeldSequence, reason: FailureReason, detail: str) -> None:
         self._end(held.request_id, reason.value)

@@ -33,6 +33,7 @@ from services.decode_worker.decoding import Decoding
 from services.decode_worker.inlet import Inlet
 from services.decode_worker.keeping import Keeping
 from services.decode_worker.metrics import DecodeMetrics
+from services.decode_worker.own_prompts import OwnPrompts
 from services.decode_worker.sequences import Sequences, Stage
 from services.decode_worker.settings import DecodeWorkerSettings
 
@@ -112,7 +113,7 @@ class DecodeWorkerService:
         return msgspec.structs.replace(
             load,
             num_reserved=num_awaited,
-            fetch_cost=self._access.stores.fetch_cost,
+            fetch_cost=self._access.stores.fetch_cost if self._settings.role == "both" else None,
             num_waiting=max(0, len(self._sequences) - num_awaited - load.num_running),
             mean_output_tokens=self._decoding.answer_lengths.mean_tokens,
             recent_request_ids=self._decoding.recent.ids(self._clock()),
@@ -144,10 +145,12 @@ class DecodeWorkerService:
             engine, self._access.stores, fingerprint=model.fingerprint, block_size=settings.block_size
         )
         self._events = DeviceEvents(runtime, engine)
+        own = OwnPrompts(self._decoding, engine, self._access.prefixes, block_size=settings.block_size)
         self._decoding.attach(
             engine,
             on_names=self._events.tell,
             on_finished=keeping.finished if settings.store_finished else None,
+            run_prompt=lambda held, num_here: runtime.spawn("own-prompt", own.run(held, num_here)),
         )
         WorkerGauges(runtime.registry).watch(
             engine,
@@ -199,5 +202,5 @@ class DecodeWorkerService:
                 self._tokens.outbox.forget(departed.incarnation)
             elif departed.kind is ServiceKind.PREFILL_WORKER:
                 self._decoding.peer_lost(departed.incarnation, f"{departed.name} left the mesh")
-        if self._settings.store_finished:
+        if self._settings.store_finished or self._settings.role == "both":
             self._access.stores.set_stores(self._roster.ready(ServiceKind.KV_STORE))

@@ -13,7 +13,7 @@ from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.kv_events import KvEvents, KvSnapshot, Stored, Tier
 from libs.kv import layer_groups
 from libs.kv.names import split_names
-from libs.transport.frames import FrameHeader, PutLayer, PutNames
+from libs.transport.frames import Fetched, FrameHeader, PutLayer, PutNames
 from libs.transport.port import Bytes
 from services.decode_worker import keeping
 
@@ -124,6 +124,34 @@ async def test_an_instance_that_runs_prompts_itself_puts_all_it_computed(mesh: W
     chat = prompt_of(41) + alone.tokens + [3, 4, 5]
     answer = await gateway.generate(chat, prefill=prefill.incarnation, decode=decode.incarnation)
     assert answer.num_cached_tokens == full_blocks(41 + OUTPUT - 1) * BLOCK_SIZE
+    await mesh.until_idle()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_an_instance_that_runs_prompts_itself_hits_what_others_put(
+    mesh: WorkersMesh, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)
+
+    def hold_last(header: FrameHeader, body: Bytes | None) -> Any:
+        is_last = is_cut and isinstance(header, Fetched) and header.layer == 2
+        return asyncio.Event().wait() if is_last else True
+
+    gateway, store = await mesh.gateway(), await mesh.store(wrap=tampering(hold_last))
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
+    first = await gateway.generate(prompt_of(41), **where)
+    await mesh.until(lambda: num_held(mesh) == 10)
+    both = await mesh.decode("decode-1", role="both", store_fetch_timeout_seconds=0.5)
+    await mesh.until(lambda: both.gauge("kvmesh_num_links") == 2)  # of the prefill worker, and its own
+    async with asyncio.timeout(5):
+        alone = await gateway.generate(prompt_of(41), decode=both.incarnation)
+    assert alone.tokens == first.tokens
+    result = "failed" if is_cut else "hit"
+    assert both.gauge("kvmesh_store_lookups_total", result=result) == 1
+    assert is_cut or alone.num_cached_tokens == 40
+    assert both.service.load().fetch_cost is not None
+    await mesh.kill(store)
     await mesh.until_idle()
 
 
