@@ -8,6 +8,8 @@ from rich.table import Table
 
 _COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow"}
 
+_GIB = 1 << 30
+
 _PIPE_WIDTH = 160
 """Columns where nobody's screen sets a limit."""
 
@@ -31,8 +33,41 @@ def show_status(mesh: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
         table.add_row(str(service.get("name", "?")), coloured, *load_cells(service.get("load")), *facts)
     if any((totals := mesh.get("totals") or {}).values()):
         table.add_row("[bold]all[/]", "", *load_cells(totals))
-    width = None if out.isatty() else _PIPE_WIDTH
-    Console(file=out, highlight=False, width=width).print(table)
+    console = Console(file=out, highlight=False, width=None if out.isatty() else _PIPE_WIDTH)
+    console.print(table)
+    stores = [service for service in mesh.get("services", []) if "tiers" in service]
+    if stores:
+        console.print()
+        console.print(_stores_table(stores))
+
+
+def _stores_table(stores: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("store", no_wrap=True)
+    table.add_column("tier", no_wrap=True)
+    for title in ("blocks", "GiB", "of GiB", "hit blocks", "of asked"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("detail")
+    for store in stores:
+        name = str(store.get("name", "?"))
+        if store["tiers"] is None:
+            table.add_row(name, *[""] * 6, "its metrics cannot be reached from here")
+        for tier in store["tiers"] or ():
+            table.add_row(name, *tier_cells(tier))
+    return table
+
+
+def tier_cells(tier: dict[str, Any]) -> list[str]:
+    """tier, blocks, GiB, capacity, hits, their share of all blocks asked for, detail."""
+    return [
+        str(tier["tier"]),
+        str(tier["num_blocks"]),
+        f"{tier['num_bytes'] / _GIB:.2f}",
+        f"{tier['capacity_bytes'] / _GIB:.2f}" if tier["capacity_bytes"] else "",
+        str(tier["num_hit_blocks"]),
+        "" if tier["hit_share"] is None else f"{tier['hit_share']:.1%}",
+        "takes no writes for now" if tier["is_paused"] else "",
+    ]
 
 
 def load_cells(load: dict[str, Any] | None) -> list[str]:
