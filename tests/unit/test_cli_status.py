@@ -100,7 +100,7 @@ def test_metrics_without_tiers_or_of_a_store_that_nobody_asked_yet_are_taken() -
     assert tiers_of("") == []
     (dram,) = tiers_of('kvmesh_store_tier_blocks{tier="dram"} 0\n')
     assert dram.hit_share is None
-    with pytest.raises(ValueError, match="html"):
+    with pytest.raises(ValueError, match="convert"):
         tiers_of("<html>no metrics</html> {")
 
 
