@@ -117,8 +117,12 @@ class DiskTier:
     async def read(self, wanted: Sequence[BlockToRead], layers: range) -> list[bool]:
         """Fill the rows with these layers of each block. False: not to be had, and no longer held; the rows
         then hold anything. Rows are the reader's until this returns."""
-        parts = [self._in(self._readers, self._volume.read, part, layers) for part in self._parts(wanted)]
-        results = [result for part in await asyncio.gather(*parts) for result in part]
+        async with asyncio.TaskGroup() as tasks:
+            reads = [
+                tasks.create_task(self._in(self._readers, self._volume.read, part, layers))
+                for part in self._parts(wanted)
+            ]
+        results = [result for read in reads for result in read.result()]
         self._count(results)
         gone = [block.name for block, result in zip(wanted, results, strict=True) if result != "read"]
         if gone:
@@ -147,10 +151,14 @@ class DiskTier:
             await self._resume_after_pauses()
 
     async def close(self) -> None:
-        """After the last call has returned. Keeps what is held."""
-        await self._in(self._writer, self._volume.close)
-        self._readers.shutdown()
-        self._writer.shutdown()
+        """After the last call has returned, or `open` has failed. Keeps what is held."""
+        try:
+            await self._in(self._writer, self._volume.close)
+        except (OSError, IndexFailed) as error:
+            log.warning("disk_close_failed", error=str(error))
+        finally:
+            self._readers.shutdown()
+            self._writer.shutdown()
 
     async def _flush_at_intervals(self) -> NoReturn:
         while True:

@@ -80,10 +80,9 @@ class Index:
             self._db.flush()
 
     def mark_end(self) -> None:
-        """Before the first write, so that an iteration can tell that it is complete. Raises IndexFailed."""
+        """Lets an iteration tell that it is complete; proves that writing works. Raises IndexFailed."""
         with _translated(self._folder):
-            if self._db.get(END_KEY) is None:
-                self._db.put(END_KEY, b"", self._write_options)
+            self._db.put(END_KEY, b"", self._write_options)
 
     def items(self) -> list[tuple[bytes, Record | None]]:
         """Every name with its record, None for an unreadable one. Raises IndexFailed where some may lack."""

@@ -16,8 +16,6 @@ from services.kv_store.disk.settings import DiskSettings
 
 log = structlog.get_logger()
 
-PROBE_BYTES = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class OpenedIndex:
@@ -28,12 +26,13 @@ class OpenedIndex:
     num_mended: int = 0
 
 
-def probe_writing(folder: Path) -> None:
-    """Raises OSError where nothing can be written now."""
+def probe_writing(folder: Path, num_bytes: int) -> None:
+    """Raises OSError where so much cannot be written now."""
     path = folder / "probe"
     try:
-        with path.open("wb", buffering=0) as file:
-            file.write(bytes(PROBE_BYTES))
+        with path.open("wb") as file:
+            file.write(bytes(num_bytes))
+            file.flush()
             os.fsync(file.fileno())
     finally:
         path.unlink(missing_ok=True)
@@ -45,7 +44,7 @@ def open_index(folder: Path, settings: DiskSettings) -> OpenedIndex:
         return _open(folder, settings)
     except IndexFailed as error:
         # Without room RocksDB cannot open either, and a repair would do harm.
-        probe_writing(folder)
+        probe_writing(folder, settings.probe_bytes)
         log.warning("disk_index_damaged", error=str(error))
     try:
         return _mend(folder, settings)

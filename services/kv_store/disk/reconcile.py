@@ -23,6 +23,13 @@ class Found:
             taken.setdefault(record.spot.segment, (record.spot.form, set()))[1].add(record.spot.slot)
         return taken
 
+    def lose(self, segment: int) -> None:
+        """None of this segment's blocks can be read."""
+        gone = [name for name, record in self.held.items() if record.spot.segment == segment]
+        for name in gone:
+            del self.held[name]
+        self.lost += gone
+
 
 def reconcile(
     records: Iterable[tuple[bytes, Record | None]], files: Mapping[int, tuple[Form, int]], cap_bytes: int

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from services.kv_store.disk.layout import Form
+
+log = structlog.get_logger()
 
 Rows = Sequence[NDArray[np.uint8]]
 
@@ -100,10 +103,13 @@ class SegmentFiles:
         return self._folder / f"{number:08}-{form.num_layers}x{form.layer_bytes}x{form.stripe_slots}.kv"
 
     def remove(self, number: int, form: Form) -> None:
-        """Unlink; readers under way still end well. Raises OSError where the file stays."""
+        """Unlink; readers under way still end well. A file that stays is found unused at the next open."""
         self._unsynced.discard(number)
         self._forget(number)
-        self.path_of(number, form).unlink(missing_ok=True)
+        try:
+            self.path_of(number, form).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("disk_segment_stays", segment=number, error=str(error))
 
     def truncate(self, number: int, num_bytes: int) -> None:
         """Cut off what no slot reaches. Raises OSError."""

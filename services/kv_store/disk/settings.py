@@ -36,6 +36,11 @@ class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.segment_bytes or max(self.cap_bytes // 256, min(64 << 20, self.cap_bytes // 16))
 
     @property
+    def probe_bytes(self) -> int:
+        """What must fit again before writing is tried after a failure."""
+        return min(16 << 20, self.cap_bytes // 64)
+
+    @property
     def write_buffer_bytes(self) -> int:
         """RocksDB's own files stay a small part of the cap."""
         return max(64 << 10, min(self.index_write_buffer_bytes, self.cap_bytes // 256))

@@ -92,6 +92,11 @@ class SlotMap:
         """Of a segment that holds blocks."""
         return self.segments[number].form
 
+    def is_taken(self, place: Place) -> bool:
+        """Whether a block lies there."""
+        segment = self.segments.get(place[0])
+        return segment is not None and place[1] < segment.num_slots and place[1] not in segment.free
+
     def free(self, places: Iterable[Place]) -> list[tuple[int, Form]]:
         """Give places back; returns the segments that are empty now and no longer known here."""
         emptied: list[tuple[int, Form]] = []

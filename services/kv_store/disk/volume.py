@@ -7,8 +7,10 @@ import fcntl
 import os
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+import structlog
 
 from services.kv_store.disk.block_bytes import read_blocks, write_blocks
 from services.kv_store.disk.blocks import BlockToRead, BlockToWrite, DiskBlock, Shape
@@ -27,6 +29,8 @@ from services.kv_store.disk.record import Record
 from services.kv_store.disk.segment_files import SegmentFiles, System
 from services.kv_store.disk.settings import DiskSettings
 from services.kv_store.disk.slot_map import SlotMap
+
+log = structlog.get_logger()
 
 
 class Volume:
@@ -71,11 +75,16 @@ class Volume:
         by_shape: dict[Shape, dict[bytes, BlockToWrite]] = {}
         for block in blocks:
             by_shape.setdefault(block.shape, {})[block.name] = block
-        for shape, group in by_shape.items():
-            fitting = list(group.values())[: self.slots.num_allocatable(shape)]
-            if fitting:
-                self._write(shape, fitting)
-                held.update(block.name for block in fitting)
+        try:
+            for shape, group in by_shape.items():
+                fitting = list(group.values())[: self.slots.num_allocatable(shape)]
+                if fitting:
+                    self._write(shape, fitting)
+                    held.update(block.name for block in fitting)
+        except BaseException:
+            # Part of it may be on disk, and earlier blocks of these names; the caller is told that none is.
+            self._owed.update(block.name for block in blocks)
+            raise
         self._measure_index()
         return held
 
@@ -116,8 +125,8 @@ class Volume:
 
     def try_again(self) -> None:
         """After a failed write: returns once writing works. The index may have been opened anew for it."""
-        probe_writing(self._index_folder)
-        probe_writing(self._segment_folder)
+        probe_writing(self._index_folder, self._settings.probe_bytes)
+        probe_writing(self._segment_folder, self._settings.probe_bytes)
         try:
             self._writable().mark_end()
             self._settle()
@@ -128,24 +137,24 @@ class Volume:
 
     def close(self) -> None:
         """Keeps what is held for the next open. Does nothing where nothing is open."""
-        try:
-            if self._index is not None:
-                self._index.close()
-        finally:
-            self._index = None
-            self._files.close()
+        index, self._index = self._index, None
+        with ExitStack() as last_steps:
             if self._owner is not None:
-                os.close(self._owner)
-            self._owner = None
+                last_steps.callback(os.close, self._owner)
+            last_steps.callback(self._files.close)
+            if index is not None:
+                last_steps.callback(index.close)
+                if self._settings.fsync != "off" and index.can_write:
+                    self._files.sync()
+                    index.sync()
 
     def _open(self, opened: OpenedIndex, *, can_write: bool = True) -> dict[bytes, Record]:
         self._index = opened.index
         self._counts.num_index_repairs += opened.num_mended
         files = self._files.found()
         found = reconcile(opened.records, files, self._settings.cap_bytes)
-        self._counts.num_lost_at_open += len(found.lost)
-        self._owed.update(found.lost)
         self._restore(found, can_write)
+        self._counts.num_lost_at_open += len(found.lost)
         self._next_order = 1 + max((record.order for record in found.held.values()), default=0)
         self.slots.skip_to(1 + max(files, default=-1))
         self._measure_index()
@@ -170,13 +179,19 @@ class Volume:
 
     def _restore(self, found: Found, can_write: bool) -> None:
         for number, (form, taken) in found.slots().items():
-            self._files.open(number, form)
-            self.slots.restore(number, form, taken)
-            if can_write:
-                self._files.truncate(number, form.end_of(max(taken)))
+            try:
+                self._files.open(number, form)
+                if can_write:
+                    self._files.truncate(number, form.end_of(max(taken)))
+            except OSError as error:
+                log.warning("disk_segment_lost", segment=number, error=str(error))
+                found.lose(number)
+            else:
+                self.slots.restore(number, form, taken)
         if can_write:
             for number, form in found.unused.items():
                 self._files.remove(number, form)
+            self._writable().remove(found.lost)
             self._settle()
 
     def _settle(self) -> None:
@@ -200,13 +215,11 @@ class Volume:
             spots = [Spot(number, slot, self.slots.form_of(number)) for number, slot in places]
             self._open_files(spots)
             write_blocks(self._files, blocks, spots)
-            before = index.get(names)
-            index.put({b.name: self._record(b, spot) for b, spot in zip(blocks, spots, strict=True)})
             if self._settings.fsync == "always":
                 self._files.sync()
+            before = index.get(names)
+            index.put({b.name: self._record(b, spot) for b, spot in zip(blocks, spots, strict=True)})
         except BaseException:
-            # Part of it may be on disk, and an earlier block of the name; the caller is told that neither is.
-            self._owed.update(names)
             self._free(places)
             raise
         self._free((record.spot.segment, record.spot.slot) for record in before if record is not None)
@@ -226,7 +239,8 @@ class Volume:
         return fits and block.into[0].size == layer_bytes and block.name not in self._owed
 
     def _free(self, places: Iterable[Place]) -> None:
-        for number, form in self.slots.free(places):
+        """Places that were given back already, after a write whose end is unknown, are passed over."""
+        for number, form in self.slots.free(place for place in places if self.slots.is_taken(place)):
             self._files.remove(number, form)
 
     def _free_all(self) -> None:
@@ -247,7 +261,8 @@ class Volume:
     def _measure_index(self) -> None:
         """Tell the slot map what RocksDB takes. It may be removing files meanwhile."""
         num_bytes = 0
-        for path in self._index_folder.iterdir():
-            with suppress(FileNotFoundError):
-                num_bytes += path.stat().st_blocks * 512
+        with suppress(OSError):
+            for entry in os.scandir(self._index_folder):
+                with suppress(FileNotFoundError):
+                    num_bytes += entry.stat().st_blocks * 512
         self.slots.num_index_bytes = num_bytes
