@@ -76,21 +76,17 @@ class Keeping:
             lease=False,
             timeout_seconds=FIND_TIMEOUT_SECONDS,
         )
-        for missing in found.missing:
-            parts = [(part, store) for store, ranges in found.by_store(missing).items() for part in ranges]
-            for blocks, store in sorted(parts, key=lambda part: part[0].start):
-                if not await self._put(held, names, blocks, store):
-                    return
+        for run in found.runs:
+            await self._put(held, names, run.missing, run.store)
 
-    async def _put(self, held: HeldSequence, names: Sequence[bytes], blocks: range, store: str) -> bool:
-        """Whether all of these were sent. What left the pool meanwhile ends it, and so does a store that
-        takes nothing."""
+    async def _put(self, held: HeldSequence, names: Sequence[bytes], blocks: range, store: str) -> None:
+        """All of these that are still in the pool, until the store takes no more."""
         step = max(1, PIECE_BYTES // self._stores.block_bytes)
         for first in range(blocks.start, blocks.stop, step):
             wanted = names[first : min(first + step, blocks.stop)]
             read = await self._engine.read_blocks(wanted)
             if not len(read):
-                return False
+                return
             is_last = first + len(read) == len(names)
             part = PutPart(
                 names=wanted[: len(read)],
@@ -100,8 +96,7 @@ class Keeping:
                 num_output_tokens=len(held.output_ids) if is_last else 0,
             )
             if not await self._stores.put(store, part) or len(read) < len(wanted):
-                return False
-        return True
+                return
 
 
 class _LayersOf:

@@ -20,7 +20,7 @@ class CollectedPut:
         self.names, self._found, self._request_id = names, found, request_id
         missing = found.missing
         self.blocks = range(missing[0].start, missing[-1].stop)
-        self._missing, self._num_layers = missing, num_layers
+        self._num_layers = num_layers
         self.restart()
 
     def restart(self) -> None:
@@ -42,12 +42,9 @@ class CollectedPut:
             self._num_blocks[output.layer] += end - first
 
     def parts(self) -> list[tuple[str, PutPart]]:
-        """What goes to which store, by its name; in order of the chain."""
-        parts: list[tuple[range, str, PutPart]] = []
-        for missing in self._missing:
-            for store, ranges in self._found.by_store(missing).items():
-                parts += [(blocks, store, self._part(blocks)) for blocks in ranges]
-        return [(store, part) for _, store, part in sorted(parts, key=lambda part: part[0].start)]
+        """What goes to which store, by its name; run by run, so that a store needs little room at a time, in
+        order of the chain."""
+        return [(run.store, self._part(run.missing)) for run in self._found.runs if run.missing]
 
     def _part(self, blocks: range) -> PutPart:
         return PutPart(
