@@ -22,6 +22,8 @@ from services.kv_store.held_blocks import HeldBlocks, Nodes
 from services.kv_store.slab import Shape
 
 BATCH_BYTES = 8 << 20
+BATCH_SHARE = 1 / 16
+"""Of memory, at most: what is being written cannot make room for puts."""
 MAX_WAITING = 100_000
 """Blocks that wait to be written. What comes when so many do stays in memory alone."""
 MAX_LOOKED_AT = 2048
@@ -58,7 +60,9 @@ class DiskWriter:
     """`run` is its only task; everything else returns at once."""
 
     def __init__(self, blocks: HeldBlocks, disk: DiskWrites, policy: WritePolicy) -> None:
-        self._blocks, self._disk, self._policy = blocks, disk, policy
+        self._blocks, self._disk = blocks, disk
+        self._policy: WritePolicy = policy
+        self._batch_bytes = min(BATCH_BYTES, int(blocks.slab.budget_bytes * BATCH_SHARE))
         self._waiting: dict[bytes, int] = {}
         self._removed: deque[bytes] = deque()
         self._sweep: Iterator[list[bytes]] | None = None
@@ -197,7 +201,7 @@ class DiskWriter:
             name, node = next(iter(self._waiting.items()))
             if tree.node_of(name) == node and tree.is_in(node, MEMORY) and not tree.is_in(node, DISK):
                 its = self._blocks.shape_of(node)
-                if nodes and (its != shape or (len(nodes) + 1) * its[0] * its[1] > BATCH_BYTES):
+                if nodes and (its != shape or (len(nodes) + 1) * its[0] * its[1] > self._batch_bytes):
                     break
                 shape = its
                 nodes.append(node)

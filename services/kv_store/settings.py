@@ -1,13 +1,22 @@
 """Settings of the KV store."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from libs.kv.eviction import EvictionKind
 from libs.kv.write_policy import WritePolicy
 from libs.runtime.settings import RuntimeSettings
 from services.kv_store.disk.settings import FsyncPolicy
+
+
+def default_state_dir() -> str:
+    """$XDG_STATE_HOME/kvmesh, or ~/.local/state/kvmesh."""
+    state_home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return str(Path(state_home) / "kvmesh")
 
 
 class KvStoreSettings(RuntimeSettings, frozen=True, kw_only=True):
@@ -46,7 +55,9 @@ class KvStoreSettings(RuntimeSettings, frozen=True, kw_only=True):
     access_trace_mib: Annotated[
         int, Meta(description="its size and that of older ones together, in MiB", ge=1)
     ] = 256
-    state_dir: Annotated[str, Meta(description="where state is kept", min_length=1)] = ".kvmesh"
+    state_dir: Annotated[str, Meta(description="where state is kept", min_length=1)] = msgspec.field(
+        default_factory=default_state_dir
+    )
     lease_seconds: Annotated[
         float, Meta(description="how long blocks are kept for a worker that was told of them", gt=0)
     ] = 5.0

@@ -1,4 +1,4 @@
-"""Memory of blocks: slots hold what is written into them, are neighbours where possible, never over budget."""
+"""Memory of blocks: slots hold what is written, are neighbours where possible, and stay within the budget."""
 
 import numpy as np
 import pytest
