@@ -35,8 +35,8 @@ def compare(settings: SimulatorSettings, watch: Watch = lambda requests, policy:
 def requests_to_replay(settings: SimulatorSettings) -> list[TraceRequest]:
     """Of the trace that is named, or made up."""
     if settings.trace:
-        path = Path(settings.trace).expanduser()
-        return read_trace(path, speed_up=settings.speed_up, max_requests=settings.requests or None)
+        paths = [Path(path).expanduser() for path in settings.trace]
+        return read_trace(paths, speed_up=settings.speed_up, max_requests=settings.requests or None)
     return make_load(settings.load(), block_size=settings.block_size, seed=settings.seed)
 
 

@@ -113,7 +113,9 @@ class PrefillInstance:
         step: list[tuple[Job, int]] = []
         room = self.shape.max_step_tokens
         for job in self._queue:
-            if not job.num_fetches and room:
+            if not room:
+                break
+            if not job.num_fetches:
                 step.append((job, min(room, job.num_left)))
                 room -= step[-1][1]
         if step:

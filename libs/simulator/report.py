@@ -35,6 +35,7 @@ class Report(msgspec.Struct, frozen=True):
     """Prompts that fit no instance."""
     makespan_seconds: float
     """From the first arrival to the last token."""
+    output_tokens_per_second: float
     ttft_seconds: Spread
     token_seconds: Spread
     """Between two tokens of a request, its mean."""
@@ -53,16 +54,15 @@ def make_report(
     """Add up what happened to the jobs that were served."""
     served = list(jobs)
     num_tokens = sum(job.request.num_input_tokens for job in served)
+    makespan = max((job.finished_at for job in served), default=0.0)
     work = sum(busy_seconds.values())
-
-    def share(num_blocks: int) -> float:
-        return num_blocks * block_size / num_tokens if num_tokens else 0.0
 
     return Report(
         policy=policy,
         num_requests=len(served) + refused,
         num_refused=refused,
-        makespan_seconds=max((job.finished_at for job in served), default=0.0),
+        makespan_seconds=makespan,
+        output_tokens_per_second=_per(sum(job.request.num_output_tokens for job in served), makespan),
         ttft_seconds=_spread([job.ttft_seconds for job in served]),
         token_seconds=_spread(
             [
@@ -72,12 +72,16 @@ def make_report(
             ]
         ),
         hit_rates=HitRates(
-            share(sum(job.num_here_blocks for job in served)),
-            share(sum(job.num_memory_blocks for job in served)),
-            share(sum(job.num_disk_blocks for job in served)),
+            _per(block_size * sum(job.num_here_blocks for job in served), num_tokens),
+            _per(block_size * sum(job.num_memory_blocks for job in served), num_tokens),
+            _per(block_size * sum(job.num_disk_blocks for job in served), num_tokens),
         ),
-        work_shares={name: busy / work if work else 0.0 for name, busy in busy_seconds.items()},
+        work_shares={name: _per(busy, work) for name, busy in busy_seconds.items()},
     )
+
+
+def _per(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def _spread(seconds: list[float]) -> Spread:

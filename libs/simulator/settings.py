@@ -19,7 +19,10 @@ class SimulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: Annotated[tuple[str, ...], Meta(description="routing policies to compare; none named: all")] = ()
     output: Annotated[Literal["table", "json"], Meta(description="what to print")] = "table"
     seed: Annotated[int, Meta(description="of everything random", ge=0)] = 0
-    trace: Annotated[str, Meta(description="Mooncake JSON lines or Azure CSV; empty: a made-up load")] = ""
+    trace: Annotated[
+        tuple[str, ...],
+        Meta(description="JSON lines (Mooncake's, a store's) or Azure's CSV; none: a made-up load"),
+    ] = ()
     speed_up: Annotated[float, Meta(description="arrivals of the trace so many times as dense", gt=0)] = 1.0
     requests: Annotated[
         int, Meta(description="requests to replay; 0: the whole trace, 10000 of a made-up load", ge=0)

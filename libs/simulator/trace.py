@@ -32,15 +32,18 @@ class TraceRequest(msgspec.Struct, frozen=True):
     tenant: str = ""
 
 
-def read_trace(path: Path, *, speed_up: float = 1.0, max_requests: int | None = None) -> list[TraceRequest]:
+def read_trace(
+    paths: Sequence[Path], *, speed_up: float = 1.0, max_requests: int | None = None
+) -> list[TraceRequest]:
     """Requests in order of arrival, the first at 0 s; arrivals `speed_up` times as dense as recorded.
 
-    Of JSON lines, the older files that were rotated away are read, too. Raises BadTrace and OSError.
+    `paths`: one CSV, or JSON lines of all stores that recorded at the same time, of which the older files
+    that were rotated away are read, too. Raises BadTrace and OSError.
     """
-    reader = _azure if path.suffix == ".csv" else _accesses
-    requests = list(islice(reader(path), max_requests))
+    is_csv = len(paths) == 1 and paths[0].suffix == ".csv"
+    requests = list(islice(_azure(paths[0]) if is_csv else _accesses(paths), max_requests))
     if not requests:
-        raise BadTrace(f"{path}: there is no request in it")
+        raise BadTrace(f"{_told(paths)}: there is no request in it")
     start = requests[0].arrival_seconds
     return [
         msgspec.structs.replace(request, arrival_seconds=(request.arrival_seconds - start) / speed_up)
@@ -48,13 +51,13 @@ def read_trace(path: Path, *, speed_up: float = 1.0, max_requests: int | None = 
     ]
 
 
-def _accesses(path: Path) -> Iterator[TraceRequest]:
+def _accesses(paths: Sequence[Path]) -> Iterator[TraceRequest]:
     try:
-        traced = read_requests(rotated_files(path) or [path])
+        traced = read_requests([file for path in paths for file in rotated_files(path) or [path]])
     except TraceUnreadable as error:
         raise BadTrace(str(error)) from None
     for number, request in enumerate(traced, start=1):
-        where = f"{path}: request {number} in order of time"
+        where = f"{_told(paths)}: request {number} in order of time"
         names = [_name(block_id, where) for block_id in request.hash_ids]
         yield _request(
             request.timestamp / 1e3, request.input_length, request.output_length, names, request.tenant, where
@@ -83,6 +86,10 @@ def _request(
             f"in, {num_output} out"
         )
     return TraceRequest(arrival, num_input, max(1, num_output), names, tenant)
+
+
+def _told(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
 
 
 def _name(block_id: int, where: str) -> bytes:

@@ -104,6 +104,22 @@ def test_with_a_slow_store_predicted_ttft_recomputes():
     assert slow.ttft_seconds.p50 < 0.2  # a block takes 0.8 s to fetch
 
 
+def test_one_instance_queues_as_theory_says():
+    """Poisson arrivals, equal services, one server: the mean wait is rho / (2 (1 - rho)) services."""
+    prompt = msgspec.structs.replace(LOAD, num_requests=20_000, num_prefix_tokens=0, num_own_tokens=1)
+    alone = msgspec.structs.replace(
+        SHAPE,
+        num_prefill=1,
+        num_stores=0,
+        prefill=PrefillShape(cost=PrefillCost(6e-3, 1e-9, 1e-12), num_blocks=10_000, max_step_tokens=1),
+    )
+    requests = make_load(prompt, block_size=BLOCK, seed=2)
+    report = replayed(requests, "least_load", alone)
+    rate = len(requests) / requests[-1].arrival_seconds
+    rho = rate * 6e-3
+    assert report.ttft_seconds.mean == pytest.approx(6e-3 * (1 + rho / (2 * (1 - rho))), rel=0.05)
+
+
 def test_predicted_ttft_is_at_least_as_good_as_a_blind_choice():
     requests = make_load(LOAD, block_size=BLOCK, seed=5)
     predicted, blind = replayed(requests, "predicted_ttft"), replayed(requests, "random")

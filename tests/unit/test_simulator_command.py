@@ -82,6 +82,7 @@ def test_figures_are_over_all_requests_that_were_served():
     assert (report.num_requests, report.num_refused, report.makespan_seconds) == (4, 1, 9.0)
     assert (report.ttft_seconds.mean, report.ttft_seconds.p50) == (3.0, 2.0)
     assert report.token_seconds.mean == pytest.approx(0.2)
+    assert report.output_tokens_per_second == pytest.approx(33 / 9)
     assert (report.hit_rates.device, report.hit_rates.memory, report.hit_rates.disk) == (0.2, 0.1, 0.1)
     assert report.work_shares == {"a": 0.75, "b": 0.25}
 

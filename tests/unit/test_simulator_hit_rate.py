@@ -1,31 +1,13 @@
 """Hit rates of the live block tree over a trace."""
 
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.simulator.hit_rate import hit_rate
-from libs.simulator.trace import TraceRequest, read_trace
-
-CONVERSATIONS = Path(__file__).parents[3] / "shared/traces/conversation_trace.jsonl"
-"""Of Mooncake; not part of the product."""
-
-
-@pytest.fixture(scope="module")
-def conversations() -> list[TraceRequest]:
-    if not CONVERSATIONS.exists():
-        pytest.skip("Mooncake's conversation trace is not here")
-    return read_trace(CONVERSATIONS)
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "percent"), [(1000, 4.4), (5000, 11.0), (10_000, 21.1), (30_000, 32.6), (50_000, 35.5)]
-)
-def test_lru_finds_in_mooncakes_conversations_what_others_found(conversations, num_blocks, percent):
-    assert 100 * hit_rate(conversations, num_blocks) == pytest.approx(percent, abs=0.5)
+from libs.simulator.trace import TraceRequest
 
 
 def request_of(path: list[int], now: float) -> TraceRequest:

@@ -11,6 +11,10 @@ from libs.simulator.synthetic import Arrivals, SyntheticLoad, make_load
 from libs.simulator.trace import BadTrace, read_trace
 
 
+def read_all(*paths, **how):
+    return read_trace(paths, **how)
+
+
 def written(tmp_path, *lines, name="trace.jsonl"):
     path = tmp_path / name
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
@@ -27,19 +31,19 @@ def row(timestamp=0, input_length=100, output_length=5, hash_ids=(0, 1)):
 
 
 def test_requests_come_in_order_of_time_from_zero(tmp_path):
-    requests = read_trace(written(tmp_path, row(5000), row(2000, 7), row(3500)))
+    requests = read_all(written(tmp_path, row(5000), row(2000, 7), row(3500)))
     assert [request.arrival_seconds for request in requests] == [0.0, 1.5, 3.0]
     assert requests[0].num_input_tokens == 7
 
 
 def test_a_trace_can_be_replayed_faster_and_in_part(tmp_path):
     path = written(tmp_path, row(0), row(3000), row(9000))
-    requests = read_trace(path, speed_up=3.0, max_requests=2)
+    requests = read_all(path, speed_up=3.0, max_requests=2)
     assert [request.arrival_seconds for request in requests] == [0.0, 1.0]
 
 
 def test_equal_ids_are_equal_names(tmp_path):
-    first, second = read_trace(written(tmp_path, row(hash_ids=[7, 8]), row(1, hash_ids=[7, 9])))
+    first, second = read_all(written(tmp_path, row(hash_ids=[7, 8]), row(1, hash_ids=[7, 9])))
     assert first.names[0] == second.names[0]
     assert first.names[1] != second.names[1]
     assert {len(name) for name in (*first.names, *second.names)} == {16}
@@ -52,11 +56,19 @@ def test_what_a_store_recorded_is_read_with_its_rotated_files(tmp_path):
     later = TraceLine(timestamp=9.0, input_length=20, hash_ids=hash_ids(names[:1]), request_id="s")
     (tmp_path / "access.jsonl.1").write_bytes(encode_line(lookup) + encode_line(put))
     (tmp_path / "access.jsonl").write_bytes(encode_line(later))
-    first, second = read_trace(tmp_path / "access.jsonl")
+    first, second = read_all(tmp_path / "access.jsonl")
     assert (first.num_input_tokens, first.num_output_tokens, first.tenant) == (50, 9, "t")
     assert len(first.names) == 3
     assert second.names == first.names[:1]
     assert second.arrival_seconds == pytest.approx(0.004)
+
+
+def test_what_two_stores_recorded_of_a_request_is_one_request(tmp_path):
+    for number, hits in enumerate(((1, 2), (3,))):
+        line = TraceLine(timestamp=7.0 + number, input_length=60, hash_ids=hits, request_id="r")
+        (tmp_path / f"store-{number}.jsonl").write_bytes(encode_line(line))
+    (request,) = read_all(tmp_path / "store-0.jsonl", tmp_path / "store-1.jsonl")
+    assert len(request.names) == 3
 
 
 @pytest.mark.parametrize(
@@ -72,12 +84,12 @@ def test_what_a_store_recorded_is_read_with_its_rotated_files(tmp_path):
 )
 def test_what_is_no_request_is_named(tmp_path, bad):
     with pytest.raises(BadTrace, match=r"trace\.jsonl(, line 2: |: request [12] in order of time: )"):
-        read_trace(written(tmp_path, row(), bad))
+        read_all(written(tmp_path, row(), bad))
 
 
 def test_an_empty_trace_is_refused(tmp_path):
     with pytest.raises(BadTrace, match="no request"):
-        read_trace(written(tmp_path, {"timestamp": 1, "kind": "put", "hash_ids": [1]}))
+        read_all(written(tmp_path, {"timestamp": 1, "kind": "put", "hash_ids": [1]}))
 
 
 def test_azures_lengths_are_read_and_have_no_names(tmp_path):
@@ -88,7 +100,7 @@ def test_azures_lengths_are_read_and_have_no_names(tmp_path):
         "2023-11-16 18:15:50.9951690,396,109",
         name="azure.csv",
     )
-    first, second = read_trace(path)
+    first, second = read_all(path)
     assert (first.num_input_tokens, first.num_output_tokens, first.names) == (374, 44, [])
     assert second.arrival_seconds == pytest.approx(4.31458, abs=1e-4)
 
@@ -96,7 +108,7 @@ def test_azures_lengths_are_read_and_have_no_names(tmp_path):
 def test_a_bad_line_of_azures_is_named(tmp_path):
     path = written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens", "yesterday,3,4", name="azure.csv")
     with pytest.raises(BadTrace, match=r"azure\.csv, line 2: "):
-        read_trace(path)
+        read_all(path)
 
 
 LOAD = SyntheticLoad(num_requests=4000, requests_per_second=20.0, num_prefixes=50)
