@@ -158,6 +158,13 @@ def load(say: Say) -> list[Figure]:
     return measure_load(say)
 
 
+def routing(say: Say) -> list[Figure]:
+    """The router alone, in a cluster that is only told of."""
+    from services.bench.routing import measure_routing
+
+    return measure_routing(say)
+
+
 AT_LEAST = {"ucx: 16 MiB, GB/s": 3.5, "shm: 16 MiB, GB/s": 8.0}
 AT_MOST = {
     "ucx: 64 B round trip p50, us": 120.0,
@@ -201,5 +208,6 @@ SECTIONS = (
     Section("kernels", "Kernels", kernels),
     Section("engine", "Engine alone, SmolLM2-135M in bf16", engine),
     Section("mesh", "Mesh against the engine alone", mesh),
+    Section("routing", "Routing decisions, 1000 workers", routing),
     Section("load", "Placing prompts under a bursty load", load),
 )

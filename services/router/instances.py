@@ -138,6 +138,9 @@ class Instances:
     def _grow(self) -> None:
         capacity = len(self.presences)
         for name, column in self._columns().items():
-            setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+            # What free rows hold does not matter, but that computing with it raises nothing does.
+            setattr(self, name, np.concatenate([column, np.ones_like(column)]))
+        for of_kind in (self.is_prefill, self.is_decode, self.is_ready):
+            of_kind[capacity:] = False
         self.presences += [None] * capacity
         self._free += range(2 * capacity - 1, capacity - 1, -1)

@@ -27,7 +27,7 @@ class RouterSettings(RuntimeSettings, frozen=True, kw_only=True):
         Meta(description="room that is kept free for an answer, at most; within it, what answers take", ge=0),
     ] = 512
     max_known_blocks: Annotated[
-        int, Meta(description="blocks whose holders are remembered, some 300 bytes each", ge=1)
+        int, Meta(description="blocks whose holders are remembered, some 400 bytes each", ge=1)
     ] = 500_000
     max_queue: Annotated[int, Meta(description="requests that may wait for a place", ge=0, le=255)] = 200
     """Below the number of handlers that the bus runs at once, since each request waits in its own."""

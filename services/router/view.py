@@ -72,6 +72,8 @@ class ClusterView:
             placement = self._placements.get(request_id)
             if placement is not None:
                 self._give_back(placement, report.incarnation)
+                if not placement.shares:
+                    del self._placements[request_id]
 
     def place(self, request_id: str, shares: Mapping[str, Share], now: float) -> None:
         """Count a placement until reports do, or until it is withdrawn or forgotten."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from random import Random
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -77,8 +78,11 @@ def test_a_report_counts_a_placement_at_its_own_instance_alone() -> None:
     view.hear(report("a", 1, recent_request_ids=("r", "unknown")), 0.1)
     known = view.instances
     assert (known.num_pending[row_of(view, "a")], known.num_pending[row_of(view, "b")]) == (0, 1)
-    assert view.withdraw("r")
-    assert not known.num_pending.any()
+    assert view.num_placements() == 1
+    view.hear(report("b", 1, recent_request_ids=("r",)), 0.2)
+    assert view.num_placements() == 0
+    assert not view.withdraw("r")
+    assert not known.num_pending[[row_of(view, "a"), row_of(view, "b")]].any()
 
 
 def test_work_is_what_the_worker_says_and_at_least_what_its_waiting_tokens_cost() -> None:
@@ -111,6 +115,8 @@ def test_rows_grow_with_the_cluster_and_keep_what_they_hold(num_workers: int) ->
         view.set_members([presence(name) for name in names[:count]])
         view.hear(report(names[count - 1], 1, num_running=count), 0.0)
     assert len(view.ready(DECODE, 0.0)) == num_workers
+    assert len(view.ready(PREFILL, 0.0)) == 0
+    assert np.isfinite(free_blocks(view.instances, 512)).all()
     assert [num_requests(view.instances)[row_of(view, name)] for name in names] == list(
         range(1, num_workers + 1)
     )
@@ -166,6 +172,8 @@ class ViewMachine(RuleBasedStateMachine):
             self.number += 1
             self.view.hear(report(self.alive[name], self.number, recent_request_ids=(request_id,)), self.now)
             self.sent[request_id].pop(self.alive[name], None)
+            if not self.sent[request_id]:
+                del self.sent[request_id]
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def wait(self, seconds: float) -> None:
