@@ -26,6 +26,7 @@ class Arrivals:
         self.end_block = end_block
         self._num_missing[:] = np.count_nonzero(~self._is_there[:, first_block:end_block], axis=1)
         self._is_there[:, :first_block] = True
+        self._is_there[:, end_block:] = True
 
     def is_whole(self, layer: int) -> bool:
         """Whether every expected block of the layer is there."""

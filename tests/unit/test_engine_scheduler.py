@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.engine.scheduler import Limits, Schedule, blocks_for, is_decode, schedule
+from libs.engine.scheduler import Limits, Schedule, blocks_for, is_decode, loading_chunk, schedule
 
 SIZE = 4
 
@@ -112,6 +112,26 @@ def test_shared_blocks_do_not_count_as_freed() -> None:
     assert told.preempted == [young]
     assert told.is_empty
     assert told.is_short_of_blocks
+
+
+def test_one_that_is_loading_runs_apart() -> None:
+    loading, other = prompt(0, 20, num_computed=8, is_loading=True), prompt(1, 6)
+    told = plan([loading, other], limits(tokens=16))
+    assert [(chunk.sequence, chunk.num_tokens) for chunk in told.chunks] == [(other, 6)]
+    chunk = loading_chunk(loading, limits(tokens=10))
+    assert chunk is not None
+    assert (chunk.sequence, chunk.num_tokens, chunk.num_new_blocks) == (loading, 10, 0)
+    assert loading_chunk(replace(loading, hand_over=True), limits(hand_over=0)) is None
+
+
+def test_one_that_is_loading_gives_way_unless_its_layers_may_have_left() -> None:
+    old = decoding(0, 5)
+    leaving = prompt(1, 9, is_loading=True, hand_over=True)
+    staying = prompt(1, 9, is_loading=True)
+    told = plan([old, staying, leaving], limits(free=0))
+    assert told.preempted == [staying]
+    assert told.decodes == [old]
+    assert not plan([old, leaving], limits(free=0)).preempted
 
 
 def test_a_hand_over_stops_where_its_blocks_could_not_leave() -> None:
