@@ -19,6 +19,8 @@ from services.kv_store.slab import Shape, Slab, Slots
 
 MAX_SHAPES = 256
 MAX_LAYERS = 4096
+STAGED_SHARE = 0.5
+"""Of memory: puts under way beside others. Who never ends them must not push out everything."""
 COPY_BYTES = 2 << 20
 """What is checked and copied before others get their turn."""
 
@@ -133,20 +135,14 @@ class HeldBlocks:
 
     def begin_put(self, names: Sequence[bytes], shape: Shape, now: float, *, parent: bytes = b"") -> Put:
         """Make room. Raises PutRefused, and then holds nothing for it."""
-        num_layers, layer_bytes = shape
-        if not (0 < num_layers <= MAX_LAYERS and layer_bytes > 0 and names):
-            raise PutRefused(f"{len(names)} blocks of {num_layers} layers of {layer_bytes} bytes")
         if len(set(names)) < len(names) or parent in names:
             raise PutRefused("a block that comes twice, or that is its own ancestor")
         known = [node for name in names if (node := self.tree.node_of(name)) != NO_NODE]
         fresh = [i for i, name in enumerate(names) if name not in self.tree and name not in self._staged]
-        if fresh and shape not in self.shapes and len(self.shapes) >= MAX_SHAPES:
-            raise PutRefused(f"blocks of {MAX_SHAPES} shapes were here already; restart the store")
-        if self.tree.num_free < len(fresh) + len(self._staged):
-            raise PutRefused(f"{self.tree.capacity} blocks are held; no room for the names of {len(fresh)}")
+        self._check_put(len(names), len(fresh), shape)
         slots = self.make_room(len(fresh), shape, now, spared=frozenset(known))
         if slots is None:
-            raise PutRefused(f"no room for {len(fresh)} blocks of {num_layers * layer_bytes} bytes")
+            raise PutRefused(f"no room for {len(fresh)} blocks of {shape[0] * shape[1]} bytes")
         if fresh:
             self.shape_number(shape)
         self.tree.touch(known, now, is_hit=False)
@@ -263,6 +259,18 @@ class HeldBlocks:
             self._forget(self.tree.doom(node))
 
     # Inside
+
+    def _check_put(self, num_blocks: int, num_fresh: int, shape: Shape) -> None:
+        num_layers, layer_bytes = shape
+        if not (0 < num_layers <= MAX_LAYERS and layer_bytes > 0 and num_blocks):
+            raise PutRefused(f"{num_blocks} blocks of {num_layers} layers of {layer_bytes} bytes")
+        staged_bytes = (self.num_staged + num_fresh) * num_layers * layer_bytes
+        if num_fresh and self._staged and staged_bytes > self.slab.budget_bytes * STAGED_SHARE:
+            raise PutRefused(f"{self.num_staged} blocks are on their way already")
+        if num_fresh and shape not in self.shapes and len(self.shapes) >= MAX_SHAPES:
+            raise PutRefused(f"blocks of {MAX_SHAPES} shapes were here already; restart the store")
+        if self.tree.num_free < num_fresh + len(self._staged):
+            raise PutRefused(f"{self.tree.capacity} blocks are held; no room for the names of {num_fresh}")
 
     def _take(
         self,

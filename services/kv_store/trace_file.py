@@ -12,6 +12,7 @@ from libs.kv.access_trace import TraceLine, encode_line, rotated_files
 
 MAX_WAITING = 10_000
 """Lines that wait to be written; what comes when so many do is dropped and counted."""
+GATHER_SECONDS = 0.1
 NUM_FILES = 4
 """Of a trace, the one being written among them."""
 
@@ -40,6 +41,7 @@ class TraceFile:
         """For ever. What the disk will not take is dropped."""
         while True:
             await self._is_due.wait()
+            await asyncio.sleep(GATHER_SECONDS)
             await self.flush()
 
     async def flush(self) -> None:
@@ -49,8 +51,13 @@ class TraceFile:
         self._waiting.clear()
         if not lines:
             return
+        writing = asyncio.ensure_future(asyncio.to_thread(self._append, lines))
         try:
-            await asyncio.to_thread(self._append, lines)
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # The thread goes on; nobody else may write before it has ended.
+            await asyncio.wait([writing])
+            raise
         except OSError as error:
             self.num_dropped += len(lines)
             log.warning("access_trace_not_written", path=str(self._path), error=str(error))

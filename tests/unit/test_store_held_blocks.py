@@ -232,7 +232,7 @@ async def test_no_more_names_are_taken_than_the_tree_has_room_for() -> None:
 
 
 async def test_a_block_that_two_bring_at_once_is_kept_once() -> None:
-    blocks = blocks_of(4)
+    blocks = blocks_of(8)
     first = blocks.begin_put(names(1, 2), SHAPE, 0.0)
     second = blocks.begin_put(names(1, 2, 3), SHAPE, 0.0)
     assert second.fresh.tolist() == [2]
