@@ -20,11 +20,3 @@ def overlapped_seconds(
         return num_layers * (fetch_per_layer + compute_per_layer)
     slower = max(fetch_per_layer, compute_per_layer)
     return fetch_per_layer + (num_layers - 1) * slower + compute_per_layer
-
-
-def exposed_seconds(
-    fetch_per_layer: float, compute_per_layer: float, num_layers: int, *, num_buffers: int = 2
-) -> float:
-    """How much longer that takes than computing alone."""
-    overlapped = overlapped_seconds(fetch_per_layer, compute_per_layer, num_layers, num_buffers=num_buffers)
-    return max(0.0, overlapped - num_layers * compute_per_layer)

@@ -1,6 +1,6 @@
 """Where a prompt's blocks are, how many of them to fetch, and the fetch itself. Runs the live plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,13 @@ class HeldPrefix:
     def num_in_memory(self) -> int:
         """Blocks before the first one that is on disk only."""
         return next((at for at, here in enumerate(self.is_in_memory) if not here), len(self))
+
+    def by_store(self, positions: Iterable[int]) -> dict[SimulatedStore, list[int]]:
+        """These positions by the store that holds them."""
+        found: dict[SimulatedStore, list[int]] = {}
+        for at in positions:
+            found.setdefault(self.stores[at], []).append(at)
+        return found
 
 
 class Fetching:
@@ -74,34 +81,45 @@ class Fetching:
         )
 
     def begin(self, job: Job, instance: PrefillInstance, now: float) -> list[Due]:
-        """Fetch what the plan says; the instance hears of the end."""
+        """Ask the stores, and fetch what the plan says; the instance hears of the end."""
+        for store in self.stores.values():
+            store.expire(now)
         held = self.find(job.names)
+        dues: list[Due] = []
+        for store, positions in held.by_store(range(len(held))).items():
+            dues += store.use([held.nodes[at] for at in positions], now)
         plan = self.plan(job, instance, held, now)
         if not plan.num_blocks:
-            return []
-        first = job.num_here_blocks
-        wanted = range(first, first + plan.num_blocks)
+            return dues
+        wanted = range(job.num_here_blocks, job.num_here_blocks + plan.num_blocks)
         job.num_memory_blocks = sum(held.is_in_memory[at] for at in wanted)
         job.num_disk_blocks = len(wanted) - job.num_memory_blocks
+        job.fetch_began = now + self._shape.store.fetch.latency_seconds
         instance.begin_computing_less(job, len(wanted) * self._shape.block_size)
-        by_store: dict[SimulatedStore, list[int]] = {}
-        for at in wanted:
-            by_store.setdefault(held.stores[at], []).append(at)
-        starts = now + self._shape.store.fetch.latency_seconds
-        job.fetch_began = starts
-        dues: list[Due] = []
-        for store, positions in by_store.items():
-            nodes = [held.nodes[at] for at in positions]
+        for store, positions in held.by_store(wanted).items():
             num_disk = sum(not held.is_in_memory[at] for at in positions)
-            dues += store.begin_reading(nodes, now)
-            job.num_fetches += 1 + (num_disk > 0)
-            ended = partial(self._part_ended, job, instance)
-            link_ended = partial(self._link_ended, store, nodes, ended)
-            dues.append(
-                Due(starts, partial(store.link.begin, len(nodes) * self._shape.block_bytes, link_ended))
-            )
-            if num_disk:
-                dues.append(Due(starts, partial(store.disk.begin, num_disk * self._shape.block_bytes, ended)))
+            dues += self._fetch(job, instance, store, [held.nodes[at] for at in positions], num_disk, now)
+        return dues
+
+    def _fetch(
+        self,
+        job: Job,
+        instance: PrefillInstance,
+        store: SimulatedStore,
+        nodes: list[int],
+        num_disk: int,
+        now: float,
+    ) -> list[Due]:
+        """Blocks of one store: its Link carries them all, while its disk reads those not in memory."""
+        dues = store.begin_reading(nodes, now)
+        ended = partial(self._part_ended, job, instance)
+        num_bytes, num_disk_bytes = (count * self._shape.block_bytes for count in (len(nodes), num_disk))
+        link_ended = partial(self._link_ended, store, nodes, ended)
+        job.num_fetches += 1
+        dues.append(Due(job.fetch_began, partial(store.link.begin, num_bytes, link_ended)))
+        if num_disk:
+            job.num_fetches += 1
+            dues.append(Due(job.fetch_began, partial(store.disk.begin, num_disk_bytes, ended)))
         return dues
 
     def put(self, job: Job, now: float) -> list[Due]:

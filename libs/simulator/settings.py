@@ -49,6 +49,9 @@ class SimulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     disk_blocks: Annotated[int, Meta(description="KV blocks on the disk of a store", ge=0)] = 0
     eviction: Annotated[EvictionKind, Meta(description="what a store evicts first")] = "lru"
     write_policy: Annotated[WritePolicy, Meta(description="when a store writes to disk")] = "write_through"
+    ttl_seconds: Annotated[
+        float, Meta(description="stores drop blocks unused for longer; 0: never", ge=0)
+    ] = 0.0
     max_waiting_tokens: Annotated[
         int, Meta(description="a prefill instance with more prompt tokens queued gets no further ones", ge=1)
     ] = 32768
@@ -82,6 +85,7 @@ class SimulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
                 fetch=fetch,
                 eviction=self.eviction,
                 write_policy=self.write_policy,
+                ttl_seconds=self.ttl_seconds or None,
             ),
             block_size=self.block_size,
             block_bytes=self.block_bytes,

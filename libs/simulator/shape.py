@@ -43,6 +43,10 @@ class StoreShape(msgspec.Struct, frozen=True, kw_only=True):
     """0: it has no disk."""
     eviction: EvictionKind = "lru"
     write_policy: WritePolicy = "write_through"
+    ttl_seconds: float | None = None
+    """Blocks that are unused for longer go; None: they stay until they are evicted."""
+    group_ttl_seconds: dict[bytes, float] = msgspec.field(default_factory=dict[bytes, float])
+    """The same for subtrees, by the name of their first block."""
 
 
 class ClusterShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libs.kv.block_tree import DISK, MEMORY, BlockTree
+from libs.kv.block_tree import DISK, MEMORY, TIERS, BlockTree
+from libs.kv.group_ttl import GroupTtl
 from libs.kv.write_policy import is_written_when_hit, is_written_when_put, num_blocks_to_flush
 from libs.simulator.channel import Channel
 from libs.simulator.event_loop import Due
@@ -13,6 +14,7 @@ from libs.simulator.shape import StoreShape
 
 MAX_WRITES = 64
 """Puts whose writing to disk is under way; what comes beyond stays in memory only."""
+SWEEP_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +37,42 @@ class SimulatedStore:
         """Reads and writes share it."""
         self._shape, self._block_bytes = shape, block_bytes
         self._num_writes = 0
+        self._ttl = GroupTtl(self.tree, shape.ttl_seconds)
+        self._ttl.accept(0, shape.ttl_seconds, shape.group_ttl_seconds)
+        self._next_sweep = 0.0
 
     def find(self, names: Sequence[bytes]) -> HeldBlocks:
-        """The longest held prefix of a run; changes nothing."""
+        """The longest held prefix of a run; changes nothing: a router looks, too."""
         nodes = self.tree.longest_prefix(names)
         is_in_memory = self.tree.are_in(np.asarray(nodes, dtype=np.int64), MEMORY).tolist()
         return HeldBlocks(nodes, is_in_memory)
 
+    def expire(self, now: float) -> None:
+        """Drop what was unused for longer than its group's TTL; looked for now and then, as a store does."""
+        if self._ttl.is_endless or now < self._next_sweep:
+            return
+        self._next_sweep = now + SWEEP_SECONDS
+        for node in self._ttl.sweep(now, self.tree.capacity):
+            for expired in self._ttl.expired_chain(node, now):
+                for tier in TIERS:
+                    if self.tree.is_in(expired, tier):
+                        self.tree.drop(expired, tier, for_room=False)
+
+    def use(self, nodes: Sequence[int], now: float) -> list[Due]:
+        """A worker asked for these and was told that they are here."""
+        self.tree.touch(nodes, now)
+        policy, num_hits = self._shape.write_policy, self.tree.num_hits
+        return self._copy_to_disk([n for n in nodes if is_written_when_hit(policy, int(num_hits[n]))], now)
+
     def begin_reading(self, nodes: Sequence[int], now: float) -> list[Due]:
-        """These are fetched: they count as used, stay until `end_reading`, and come into memory."""
-        tree, policy = self.tree, self._shape.write_policy
-        tree.touch(nodes, now)
+        """A worker fetches these: they stay until `end_reading`, and come into memory."""
+        tree = self.tree
         tree.begin_reading(nodes)
         absent = [node for node in nodes if not tree.is_in(node, MEMORY)]
         self._make_room(MEMORY, len(absent), now)
         for node in absent[: self._num_free(MEMORY)]:
             tree.add(tree.name_of(node), b"", MEMORY, now)
-        hot = [node for node in nodes if is_written_when_hit(policy, int(tree.num_hits[node]))]
-        return self._copy_to_disk(hot, now) + self._flush(now)
+        return self._flush(now)
 
     def end_reading(self, nodes: Sequence[int]) -> None:
         """The inverse of `begin_reading`."""

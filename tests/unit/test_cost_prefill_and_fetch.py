@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.cost.fetch import DEFAULT_FETCH_COST, FetchCost, fetch_seconds
-from libs.cost.overlap import exposed_seconds, overlapped_seconds
+from libs.cost.overlap import overlapped_seconds
 from libs.cost.prefill import DEFAULT_PREFILL_COST, PrefillCost, num_pairs, prefill_seconds
 
 TIMES = st.floats(min_value=0, max_value=10)
@@ -39,11 +39,11 @@ def test_one_buffer_overlaps_nothing_and_two_hide_the_faster_side(fetch, compute
 
 
 def test_of_a_fetch_half_as_long_as_compute_only_its_first_layer_is_seen():
-    assert exposed_seconds(0.5, 1.0, 30) == pytest.approx(0.5)
+    assert overlapped_seconds(0.5, 1.0, 30) == pytest.approx(30 * 1.0 + 0.5)
 
 
-def test_of_a_fetch_twice_as_long_as_compute_the_difference_is_seen():
-    assert exposed_seconds(2.0, 1.0, 30) == pytest.approx(2.0 * 30 + 1.0 - 30)
+def test_behind_a_fetch_twice_as_long_as_compute_only_the_last_layers_compute_is_seen():
+    assert overlapped_seconds(2.0, 1.0, 30) == pytest.approx(30 * 2.0 + 1.0)
 
 
 @pytest.mark.parametrize(

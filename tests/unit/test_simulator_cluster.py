@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.cost.fetch import FetchCost
+from libs.cost.plan_fetch import plan_fetch
 from libs.cost.prefill import PrefillCost
 from libs.routing.policies import POLICIES
 from libs.simulator.cluster import Cluster
@@ -132,6 +133,35 @@ def test_a_disk_serves_what_memory_has_no_room_for():
     with_disk = with_small_pools(changed_store(num_memory_blocks=100, num_disk_blocks=10_000))
     assert replayed(requests, "least_load", without).hit_rates.disk == 0
     assert replayed(requests, "least_load", with_disk).hit_rates.disk > 0.1
+
+
+def test_the_first_token_after_a_fetch_comes_when_the_plan_says():
+    one_store = msgspec.structs.replace(SHAPE, num_stores=1)
+    names = [bytes([block]).ljust(16, b"n") for block in range(40)]
+    requests = [TraceRequest(at, 40 * BLOCK, 1, names) for at in (0.0, 10.0)]
+    cluster = Cluster(one_store, POLICIES["round_robin"])
+    cluster.replay(requests)
+    first, second = cluster.finished
+    assert (first.prefill, second.prefill) == ("prefill-0", "prefill-1")
+    plan = plan_fetch(
+        num_tokens=40 * BLOCK,
+        num_here_blocks=0,
+        num_held_blocks=40,
+        block_size=BLOCK,
+        block_bytes=SHAPE.block_bytes,
+        num_layers=SHAPE.num_layers,
+        prefill=SHAPE.prefill.cost,
+        fetch=SHAPE.store.fetch,
+    )
+    assert second.num_memory_blocks == plan.num_blocks > 0
+    assert second.ttft_seconds == pytest.approx(plan.seconds)
+
+
+def test_a_short_ttl_costs_hits():
+    requests = warm_load(LOAD)
+    endless = replayed(requests, "least_load", with_small_pools(SHAPE))
+    short = replayed(requests, "least_load", with_small_pools(changed_store(ttl_seconds=0.1)))
+    assert short.hit_rates.memory < 0.8 * endless.hit_rates.memory
 
 
 def test_a_request_too_long_for_any_instance_is_refused_and_holds_nobody_up():

@@ -32,7 +32,7 @@ def held(store: SimulatedStore, names: list[bytes]) -> list[bool]:
 
 def read(store: SimulatedStore, names: list[bytes], now: float) -> list[Due]:
     nodes = store.find(names).nodes
-    dues = store.begin_reading(nodes, now)
+    dues = store.use(nodes, now) + store.begin_reading(nodes, now)
     store.end_reading(nodes)
     return dues
 
@@ -104,6 +104,42 @@ def test_a_run_larger_than_memory_is_held_as_far_as_it_goes():
     store = store_of(3, 0)
     store.put(chain("a", 5), b"", 0.0)
     assert held(store, chain("a", 5)) == [True] * 3
+
+
+def test_what_is_unused_for_longer_than_its_ttl_goes_from_the_ends_of_chains():
+    a, b = chain("a", 3), chain("b", 3)
+    shape = StoreShape(
+        num_memory_blocks=100,
+        num_disk_blocks=100,
+        fetch=FETCH,
+        ttl_seconds=10.0,
+        group_ttl_seconds={b[0]: 100.0},
+    )
+    store = SimulatedStore("store-0", shape, block_bytes=10)
+    for names in (a, b):
+        run_events(store.put(names, b"", 0.0))
+    read(store, a[:1], 8.0)
+    store.expire(9.0)
+    assert (len(held(store, a)), len(held(store, b))) == (3, 3)
+    store.expire(15.0)
+    assert (len(held(store, a)), len(held(store, b))) == (1, 3)
+    store.expire(50.0)
+    assert (len(held(store, a)), len(held(store, b))) == (0, 3)
+    store.expire(150.0)
+    assert len(store.tree) == 0
+
+
+def test_what_is_being_read_does_not_expire():
+    shape = StoreShape(num_memory_blocks=10, fetch=FETCH, ttl_seconds=1.0)
+    store = SimulatedStore("store-0", shape, block_bytes=10)
+    store.put(chain("a", 2), b"", 0.0)
+    nodes = store.find(chain("a", 2)).nodes
+    store.begin_reading(nodes, 0.5)
+    store.expire(9.0)
+    assert len(store.tree) == 2
+    store.end_reading(nodes)
+    store.expire(19.0)
+    assert len(store.tree) == 0
 
 
 def test_writing_takes_its_share_of_the_disk():
