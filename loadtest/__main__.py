@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.console import Console
 
 from loadtest import flags
 from loadtest.client import Client, ClientRules, ServerError
+from loadtest.conversation import Arrival
 from loadtest.drive import Drive
 from loadtest.plan import planned
 from loadtest.progress import show_progress
@@ -42,6 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class Stopwatch:
+    """Seconds since `start`."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+
+    def __call__(self) -> float:
+        """Now."""
+        return time.monotonic() - self._started
+
+    def start(self) -> None:
+        """From now on: what it took to get ready is nobody's latency."""
+        self._started = time.monotonic()
+
+
 async def _load(options: argparse.Namespace) -> int:
     rules = ClientRules(
         url=options.url,
@@ -58,15 +74,12 @@ async def _load(options: argparse.Namespace) -> int:
             rules = replace(rules, model=await asking.first_model(next(iter(options.api_key), "")))
         finally:
             await asking.close()
-    begun, started_at = time.monotonic(), datetime.now(UTC)
-
-    def clock() -> float:
-        return time.monotonic() - begun
-
+    arrivals, clock = planned(options), Stopwatch()
     client = Client(rules, clock)
     drive = Drive(client, clock, api=rules.api, max_in_flight=options.max_in_flight, api_keys=options.api_key)
+    started_at = datetime.now(UTC)
     try:
-        was_stopped = await _drive(drive, options, clock)
+        was_stopped = await _drive(drive, arrivals, clock)
     finally:
         await client.close()
     targets = Targets(options.target_ttft, options.target_tpot, options.target_e2e)
@@ -83,9 +96,10 @@ async def _load(options: argparse.Namespace) -> int:
     return 130 if was_stopped else 0 if figures["requests"]["succeeded"] else 1
 
 
-async def _drive(drive: Drive, options: argparse.Namespace, clock: Any) -> bool:
+async def _drive(drive: Drive, arrivals: Iterable[Arrival], clock: Stopwatch) -> bool:
     """Whether Ctrl-C ended it."""
-    running = asyncio.create_task(drive.run(planned(options)))
+    clock.start()
+    running = asyncio.create_task(drive.run(arrivals))
     showing = asyncio.create_task(show_progress(drive, clock))
     stopped = asyncio.Event()
 

@@ -113,6 +113,8 @@ NO_HTTP = [
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
     b"hello\r\n\r\n",
     b"GET /live HTTP/1.1\r\nbad header\r\n\r\n",
+    b"GET /l\xc3\xa9 HTTP/1.1\r\nhost: x\r\n\r\n",
+    b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n",
 ]
 
 
