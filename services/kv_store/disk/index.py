@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 from rocksdict import AccessType, Rdict, WriteBatch, WriteOptions
@@ -32,20 +33,35 @@ def _translated(folder: Path) -> Iterator[None]:
         raise IndexFailed(f"{folder}: {error}") from error
 
 
+@contextmanager
+def _linked(folder: Path) -> Iterator[Path]:
+    """The same files in a folder that can be written to: the binding puts a file of its own beside them."""
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(prefix="kvmesh-index-", dir=memory if memory.is_dir() else None) as linked:
+        for path in folder.iterdir():
+            if path.name.endswith((".sst", ".log")) or path.name.startswith(
+                ("MANIFEST", "CURRENT", "IDENTITY")
+            ):
+                (Path(linked) / path.name).symlink_to(path.resolve())
+        yield Path(linked)
+
+
 class Index:
     """Opened by its constructor. One thread writes; others may read meanwhile."""
 
     def __init__(self, folder: Path, settings: DiskSettings, *, can_write: bool = True) -> None:
         self._folder, self._options = folder, index_options(settings)
         self.can_write = can_write
-        access = AccessType.read_write() if can_write else AccessType.read_only(False)
         self._write_options = WriteOptions()
         self._write_options.sync = settings.fsync == "always"
         # A block is read a few layers at a time; its record is wanted again each time.
         self._recent: dict[bytes, Record] = {}
         self._lock = threading.Lock()
-        with _translated(folder):
-            self._db = Rdict(str(folder), self._options, access_type=access)
+        with _translated(folder), ExitStack() as opening:
+            path = folder if can_write else opening.enter_context(_linked(folder))
+            access = AccessType.read_write() if can_write else AccessType.read_only(False)
+            self._db = Rdict(str(path), self._options, access_type=access)
+            self._closing = opening.pop_all()
 
     def get(self, names: Sequence[bytes]) -> list[Record | None]:
         """One per name; None where there is none or it cannot be read."""
@@ -126,7 +142,7 @@ class Index:
 
     def close(self) -> None:
         """What was written is kept. Raises IndexFailed."""
-        with _translated(self._folder):
+        with _translated(self._folder), self._closing:
             self._db.close()
 
     def _load(self, names: list[bytes]) -> list[Record | None]:

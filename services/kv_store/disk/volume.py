@@ -111,7 +111,11 @@ class Volume:
     def remove(self, names: Sequence[bytes]) -> None:
         """Forget these; unknown names are passed over. Where that fails they are owed, and not read again."""
         self._owed.update(names)
-        self._settle()
+        try:
+            self._settle()
+        except IndexFailed:
+            self._make_room()
+            raise
 
     def clear(self) -> None:
         """Forget all. Where that fails it is owed."""
@@ -207,6 +211,20 @@ class Volume:
             index.remove(names)
             self._owed.difference_update(names)
             self._free((record.spot.segment, record.spot.slot) for record in records if record is not None)
+
+    def _make_room(self) -> None:
+        """On a full disk the index cannot be told of removals before files have gone."""
+        if self._index is None:
+            return
+        owed: dict[int, set[int]] = {}
+        for record in self._index.get(list(self._owed)):
+            if record is not None:
+                owed.setdefault(record.spot.segment, set()).add(record.spot.slot)
+        for number, slots in owed.items():
+            segment = self.slots.segments.get(number)
+            if segment is not None and len(slots - segment.free) == segment.num_blocks:
+                self.slots.drop(number)
+                self._files.remove(number, segment.form)
 
     def _write(self, shape: Shape, blocks: Sequence[BlockToWrite]) -> None:
         index, names = self._writable(), [block.name for block in blocks]
