@@ -201,6 +201,13 @@ def _plain(measured: dict[str, float]) -> list[Figure]:
     return [Figure(name, value, "") for name, value in measured.items()]
 
 
+def store(say: Say) -> list[Figure]:
+    """The KV store against the Link, and its index at millions of blocks."""
+    from services.bench.store_rates import measure_store
+
+    return measure_store(say)
+
+
 SECTIONS = (
     Section("machine", "This machine", machine),
     Section("bus", "Bus", bus),
@@ -210,4 +217,5 @@ SECTIONS = (
     Section("mesh", "Mesh against the engine alone", mesh),
     Section("routing", "Routing decisions, 1000 workers", routing),
     Section("load", "Placing prompts under a bursty load", load),
+    Section("store", "KV store", store),
 )
