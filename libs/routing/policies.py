@@ -52,17 +52,20 @@ def prefix_affinity(prompt: Prompt, candidates: PrefillCandidates, draw: Draw) -
 
 def predicted_ttft(prompt: Prompt, candidates: PrefillCandidates, draw: Draw) -> int:
     """Where the first token comes soonest: queue, prefill of what is cached nowhere, fetch as far as nothing
-    hides it."""
-    return _best(predict(prompt, candidates).ttft_seconds, candidates.num_prompts, draw)
+    hides it. Of equals, where the least has to be fetched."""
+    predicted = predict(prompt, candidates)
+    return _best(
+        predicted.ttft_seconds, candidates.num_prompts, draw, num_fetched=predicted.num_fetched_blocks
+    )
 
 
-def _best(seconds: Floats, num_prompts: Ints, draw: Draw) -> int:
-    """Of those near the least seconds, one with the fewest prompts; of several, any."""
+def _best(seconds: Floats, num_prompts: Ints, draw: Draw, num_fetched: Ints | None = None) -> int:
+    """Of those near the least seconds, one with the fewest prompts, then blocks to fetch; of several, any."""
     least = float(seconds.min())
     near = np.flatnonzero(seconds <= least + max(NEAR_SECONDS, NEAR_SHARE * least))
-    if len(near) > 1:
-        counts = num_prompts[near]
-        near = near[counts == counts.min()]
+    for counts in (num_prompts, num_fetched):
+        if counts is not None and len(near) > 1:
+            near = near[counts[near] == counts[near].min()]
     return int(near[int(draw.first * len(near))])
 
 

@@ -142,6 +142,12 @@ def test_of_equal_queues_the_one_with_fewest_prompts_is_taken() -> None:
     assert POLICIES["least_load"](prompt_of(9), candidates([0.0] * 3, prompts=[2, 1, 2]), DRAW) == 1
 
 
+def test_of_equal_times_the_one_that_fetches_least_is_taken() -> None:
+    free = candidates([0.0] * 3, local=[0, 8, 0], fetch=FetchCost(0.0, 1e12))
+    for chance in (0.0, 0.4, 0.9):
+        assert POLICIES["predicted_ttft"](prompt_of(140, 8), free, Draw(0, chance, chance)) == 1
+
+
 @given(st.lists(st.integers(2, 5), min_size=2, max_size=2), st.integers(1, 80), st.randoms())
 def test_routers_that_do_not_hear_of_each_other_still_spread_their_prompts(
     shape: list[int], num_prompts: int, chance: object
