@@ -8,7 +8,7 @@ from libs.simulator.cluster import Cluster
 from libs.simulator.report import Report
 from libs.simulator.settings import SimulatorSettings
 from libs.simulator.synthetic import make_load
-from libs.simulator.trace import TraceRequest, read_trace
+from libs.simulator.trace import TraceRequest, check_blocks, read_trace
 
 Watch = Callable[[Sequence[TraceRequest], str], Iterable[TraceRequest]]
 """Hands requests through, and shows how many of them have come; the text says what for."""
@@ -36,7 +36,9 @@ def requests_to_replay(settings: SimulatorSettings) -> list[TraceRequest]:
     """Of the trace that is named, or made up."""
     if settings.trace:
         paths = [Path(path).expanduser() for path in settings.trace]
-        return read_trace(paths, speed_up=settings.speed_up, max_requests=settings.requests or None)
+        requests = read_trace(paths, speed_up=settings.speed_up, max_requests=settings.requests or None)
+        check_blocks(requests, settings.block_size)
+        return requests
     return make_load(settings.load(), block_size=settings.block_size, seed=settings.seed)
 
 

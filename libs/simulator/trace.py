@@ -6,7 +6,7 @@ Sources: Mooncake, FAST'25 release of traces; Azure Public Dataset, LLM inferenc
 """
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -49,6 +49,18 @@ def read_trace(
         msgspec.structs.replace(request, arrival_seconds=(request.arrival_seconds - start) / speed_up)
         for request in requests
     ]
+
+
+def check_blocks(requests: Iterable[TraceRequest], block_size: int) -> None:
+    """Raises BadTrace where prompts do not have as many names as blocks of this size, full or begun."""
+    for number, request in enumerate(requests, start=1):
+        num_full, num_rest = divmod(request.num_input_tokens, block_size)
+        num_names = len(request.names)
+        if num_names and not num_full <= num_names <= num_full + bool(num_rest):
+            raise BadTrace(
+                f"request {number} has {num_names} block ids for {request.num_input_tokens} tokens: these are "
+                f"no blocks of {block_size}. Say another block size, or name the traces of all stores"
+            )
 
 
 def _accesses(paths: Sequence[Path]) -> Iterator[TraceRequest]:

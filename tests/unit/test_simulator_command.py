@@ -44,7 +44,7 @@ def test_the_same_flags_print_the_same(monkeypatch, capsys):
 def test_a_trace_is_replayed_from_its_file(monkeypatch, capsys, tmp_path):
     path = tmp_path / "trace.jsonl"
     rows = [
-        {"timestamp": 1000 * n, "input_length": 1500, "output_length": 3, "hash_ids": [0, n + 1, n + 9]}
+        {"timestamp": 1000 * n, "input_length": 1530, "output_length": 3, "hash_ids": [0, n + 1, n + 9]}
         for n in range(5)
     ]
     path.write_text("\n".join(json.dumps(row) for row in rows))

@@ -2,13 +2,14 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from libs.kv.access_trace import TraceLine, encode_line, hash_ids
 from libs.simulator.synthetic import Arrivals, SyntheticLoad, make_load
-from libs.simulator.trace import BadTrace, read_trace
+from libs.simulator.trace import BadTrace, TraceRequest, check_blocks, read_trace
 
 
 def read_all(*paths, **how):
@@ -85,6 +86,16 @@ def test_what_two_stores_recorded_of_a_request_is_one_request(tmp_path):
 def test_what_is_no_request_is_named(tmp_path, bad):
     with pytest.raises(BadTrace, match=r"trace\.jsonl(, line 2: |: request [12] in order of time: )"):
         read_all(written(tmp_path, row(), bad))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_names", "fits"), [(100, 2, False), (100, 3, True), (100, 4, True)]
+)
+def test_block_ids_must_be_as_many_as_blocks_of_the_size_that_is_said(num_tokens, num_names, fits):
+    request = TraceRequest(0.0, num_tokens, 1, [bytes(16)] * num_names)
+    expectation = nullcontext() if fits else pytest.raises(BadTrace, match="no blocks of 32")
+    with expectation:
+        check_blocks([TraceRequest(0.0, 5, 1, []), request], block_size=32)
 
 
 def test_an_empty_trace_is_refused(tmp_path):
