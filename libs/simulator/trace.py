@@ -58,8 +58,8 @@ def check_blocks(requests: Iterable[TraceRequest], block_size: int) -> None:
         num_names = len(request.names)
         if num_names and not num_full <= num_names <= num_full + bool(num_rest):
             raise BadTrace(
-                f"request {number} has {num_names} block ids for {request.num_input_tokens} tokens: these are "
-                f"no blocks of {block_size}. Say another block size, or name the traces of all stores"
+                f"request {number} has {num_names} block ids for {request.num_input_tokens} tokens: not "
+                f"those of blocks of {block_size}. Say another block size, or name the traces of all stores"
             )
 
 

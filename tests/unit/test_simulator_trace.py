@@ -93,7 +93,7 @@ def test_what_is_no_request_is_named(tmp_path, bad):
 )
 def test_block_ids_must_be_as_many_as_blocks_of_the_size_that_is_said(num_tokens, num_names, fits):
     request = TraceRequest(0.0, num_tokens, 1, [bytes(16)] * num_names)
-    expectation = nullcontext() if fits else pytest.raises(BadTrace, match="no blocks of 32")
+    expectation = nullcontext() if fits else pytest.raises(BadTrace, match="not those of blocks of 32")
     with expectation:
         check_blocks([TraceRequest(0.0, 5, 1, []), request], block_size=32)
 
