@@ -165,6 +165,13 @@ def routing(say: Say) -> list[Figure]:
     return measure_routing(say)
 
 
+def overlap(say: Say) -> list[Figure]:
+    """KV that arrives while its prompt is computed."""
+    from services.bench.overlap import measure_overlap
+
+    return measure_overlap(say)
+
+
 AT_LEAST = {"ucx: 16 MiB, GB/s": 3.5, "shm: 16 MiB, GB/s": 8.0}
 AT_MOST = {
     "ucx: 64 B round trip p50, us": 120.0,
@@ -208,14 +215,23 @@ def store(say: Say) -> list[Figure]:
     return measure_store(say)
 
 
+def disk(say: Say) -> list[Figure]:
+    """The store's tier on disk, against plain files and against RocksDB."""
+    from services.bench.disk_rates import measure_disk
+
+    return measure_disk(say)
+
+
 SECTIONS = (
     Section("machine", "This machine", machine),
     Section("bus", "Bus", bus),
     Section("transport", "Links", transport),
     Section("kernels", "Kernels", kernels),
     Section("engine", "Engine alone, SmolLM2-135M in bf16", engine),
+    Section("overlap", "Fetch and compute at the same time, SmolLM2-135M in bf16", overlap),
     Section("mesh", "Mesh against the engine alone", mesh),
     Section("routing", "Routing decisions, 1000 workers", routing),
     Section("load", "Placing prompts under a bursty load", load),
     Section("store", "KV store", store),
+    Section("disk", "Disk tier, 64 MiB of blocks", disk),
 )
