@@ -36,7 +36,5 @@ class StoreAccess:
             block_shape_of(model, settings.block_size),
             model.config.num_layers,
         )
-        self.prefixes = Prefixes(
-            self.stores, metrics, settings, fingerprint=model.fingerprint, prefill_cost=engine.prefill_cost
-        )
+        self.prefixes = Prefixes(self.stores, metrics, settings, fingerprint=model.fingerprint, engine=engine)
         self.puts = Puts(self.stores, runtime.spawn, metrics, max_mib=settings.store_put_mib)

@@ -37,9 +37,10 @@ class OwnPrompts:
             return
         await self._prefixes.find(prefix)
         plan = await self._prefixes.plan(prefix, num_here)
+        self._prefixes.count(prefix, num_here, plan)
         await self._begin_with(held, num_here + plan.num_blocks, awaits_kv=plan.num_blocks > 0)
         if plan.num_blocks:
-            result = await self._prefixes.fetch(prefix, num_here, plan, self._engine)
+            result = await self._prefixes.fetch(prefix, num_here, plan)
             is_served = result in (FetchResult.HIT, FetchResult.UNWANTED) or held.output_ids
             if not is_served and self._decoding.sequences.get(held.request_id) is held:
                 await self._start_over(held)

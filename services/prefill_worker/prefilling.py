@@ -14,10 +14,9 @@ from typing import Any
 import structlog
 
 from libs.bus.messages.generation import Prefill, Queued, Refused, TokenDelta
-from libs.cost.plan_fetch import FetchPlan
 from libs.engine.engine import Engine
 from libs.engine.errors import EngineError
-from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, TokenOutput
+from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason, RefusalReason
 from libs.telemetry.traces import start_span
@@ -25,9 +24,9 @@ from libs.transport.frames import HandOverFailed
 from libs.transport.port import LinkError
 from libs.worker.device_events import DeviceEvents
 from libs.worker.recent_requests import RecentRequests
-from libs.worker.stores.prefixes import Prefix, Prefixes
+from libs.worker.stores.prefixes import Prefixes
 from libs.worker.stores.puts import Puts
-from libs.worker.stores.store_link import FetchResult
+from services.prefill_worker.computing import Computing
 from services.prefill_worker.metrics import PrefillMetrics
 from services.prefill_worker.outlet import Outlet
 from services.prefill_worker.outlets import Outlets
@@ -59,10 +58,6 @@ class Prefilling:
         self.prompts = Prompts()
         self.recent = RecentRequests()
         self.is_draining = False
-        self._door = asyncio.Lock()
-        """Its holder is the first in line for blocks; waiters follow in order."""
-        self._room_came = asyncio.Event()
-        self._num_unreserved_tokens = 0
         self._max_tokens = 0
 
     def attach(
@@ -71,15 +66,11 @@ class Prefilling:
         """What prompts run on; before the first request."""
         self._engine, self._outlets, self._events = engine, outlets, events
         self._prefixes, self._puts = prefixes, puts
+        self._computing = Computing(engine, prefixes, puts, block_size=self._block_size)
 
     def limit_tokens(self, max_tokens: int) -> None:
         """The most that the engine takes, the first new token included; known once it has started."""
         self._max_tokens = max_tokens
-
-    @property
-    def num_unreserved_tokens(self) -> int:
-        """Tokens of prompts that the engine does not know of yet."""
-        return self._num_unreserved_tokens
 
     # What gateways ask
 
@@ -131,7 +122,7 @@ class Prefilling:
 
     def on_prompt_done(self, output: TokenOutput) -> None:
         """See EngineListener: the first token follows its layers."""
-        self._room_came.set()
+        self._computing.room_came()
         prompt = self.prompts.get(output.sequence_id)
         if prompt is None or prompt.outlet is None:
             return
@@ -152,7 +143,7 @@ class Prefilling:
 
     def on_failed(self, failure: SequenceFailed) -> None:
         """See EngineListener."""
-        self._room_came.set()
+        self._computing.room_came()
         prompt = self.prompts.get(failure.sequence_id)
         if prompt is not None:
             prompt.fail(failure.reason, failure.detail)
@@ -175,7 +166,7 @@ class Prefilling:
         self.prompts.remove(prompt)
         if prompt.outcome != HANDED_OVER:
             self._engine.abort(prompt.request_id)
-            self._room_came.set()
+            self._computing.room_came()
         if prompt.outlet is not None:
             prompt.outlet.forget(prompt)
         if prompt.finding is not None:
@@ -192,7 +183,7 @@ class Prefilling:
         try:
             async with asyncio.timeout(seconds_left):
                 prompt.outlet = await self._outlets.get(request.decode, request.link_address)
-                await self._compute(prompt)
+                await self._computing.run(prompt)
                 await prompt.handed_over
         except TimeoutError:
             raise PromptFailed(
@@ -207,87 +198,12 @@ class Prefilling:
                 await prompt.handed_over  # What ended it there is the cause.
             raise PromptFailed(FailureReason.INTERNAL, str(error)) from error
 
-    async def _compute(self, prompt: Prompt) -> None:
-        """Have the engine run it, with KV from the stores as far as that is faster."""
-        num_here = (await self._reserve(prompt)).num_cached_blocks
-        plan = await self._plan(prompt, num_here)
-        if prompt.prefix is None or plan is None or not plan.num_blocks:
-            await self._begin(prompt, num_here)
-            return
-        await self._begin(prompt, num_here + plan.num_blocks, awaits_kv=True)
-        if not await self._fetch(prompt, prompt.prefix, num_here, plan):
-            await self._start_over(prompt)
-
-    async def _start_over(self, prompt: Prompt) -> None:
-        """Some of its KV will not come: compute from what is here.
-
-        What was handed out until now is right, for only verified KV was computed with; the same blocks come
-        again and take its place, in order, on the same Link.
-        """
-        self._engine.abort(prompt.request_id)
-        if prompt.outlet is not None:
-            prompt.outlet.forget(prompt)
-        if prompt.put is not None:
-            prompt.put.restart()
-        reservation = await self._reserve(prompt)
-        await self._begin(prompt, reservation.num_cached_blocks)
-
-    async def _begin(self, prompt: Prompt, num_blocks: int, *, awaits_kv: bool = False) -> None:
-        await self._engine.begin(
-            prompt.request_id,
-            num_computed_tokens=num_blocks * self._block_size,
-            hand_over=True,
-            first_block=prompt.first_block,
-            awaits_kv=awaits_kv,
-        )
-
-    async def _reserve(self, prompt: Prompt) -> Reservation:
-        """Blocks for the whole prompt, in order of arrival."""
-        self._num_unreserved_tokens += prompt.num_tokens
-        try:
-            async with self._door:
-                while True:
-                    self._room_came.clear()
-                    reservation = await self._engine.reserve(
-                        prompt.request.generation, sequence_id=prompt.request_id, whole_prompt=True
-                    )
-                    if reservation is not None:
-                        return reservation
-                    await self._room_came.wait()
-        finally:
-            self._num_unreserved_tokens -= prompt.num_tokens
-
     def _seek_prefix(self, prompt: Prompt) -> None:
         """Ask the stores while it waits for room: they bring it into memory meanwhile."""
         prefix = self._prefixes.of(prompt.request.generation)
         if prefix.names:
             prompt.prefix = prefix
             prompt.finding = self._spawn("find-prefix", self._prefixes.find(prefix))
-
-    async def _plan(self, prompt: Prompt, num_here: int) -> FetchPlan | None:
-        """How much to fetch, and what to put; None where nothing can be gained by waiting for an answer."""
-        prefix, finding = prompt.prefix, prompt.finding
-        if prefix is None or finding is None or (num_here >= prefix.num_findable and not finding.done()):
-            return None
-        await finding
-        plan = await self._prefixes.plan(prefix, num_here)
-        prompt.put = self._puts.begin(prefix.names, prefix.found, prompt.request_id)
-        if prompt.put is not None:
-            # Stores want blocks that the decode instance has; they come this way or not at all.
-            prompt.first_block = min(prompt.first_block, prompt.put.blocks.start)
-        return plan
-
-    async def _fetch(self, prompt: Prompt, prefix: Prefix, num_here: int, plan: FetchPlan) -> bool:
-        """Whether the engine has, or will make, all that it was promised. Ends early with the prompt."""
-        fetching = asyncio.ensure_future(self._prefixes.fetch(prefix, num_here, plan, self._engine))
-        try:
-            await asyncio.wait((fetching, prompt.handed_over), return_when=asyncio.FIRST_COMPLETED)
-            if prompt.handed_over.done() or prompt.is_computed:
-                return True
-            return fetching.result() in (FetchResult.HIT, FetchResult.UNWANTED)
-        finally:
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
 
     def _failed(self, prompt: Prompt, failure: PromptFailed) -> None:
         self._metrics.failed.labels(failure.reason.value).inc()

@@ -42,6 +42,8 @@ class Prompt:
     """Asks them."""
     put: CollectedPut | None = None
     """Collects its new blocks for them."""
+    is_begun: bool = False
+    """The engine counts it in its load."""
     is_computed: bool = False
     """Its first token is known."""
     is_over: bool = False
@@ -57,6 +59,13 @@ class Prompt:
     def num_tokens(self) -> int:
         """Tokens to compute, or to find."""
         return num_tokens(self.request.generation)
+
+    def num_new_tokens(self, block_size: int) -> int:
+        """Tokens that no store is known to hold the KV of."""
+        if self.prefix is None:
+            return self.num_tokens
+        num_held = min(self.prefix.found.num_held, self.prefix.num_findable)
+        return self.num_tokens - num_held * block_size
 
     def fail(self, reason: FailureReason, detail: str) -> None:
         """Wake its task with a failure. Only the first call counts."""

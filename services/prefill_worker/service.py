@@ -31,6 +31,7 @@ from services.prefill_worker.metrics import PrefillMetrics
 from services.prefill_worker.outlets import Outlets
 from services.prefill_worker.prefilling import Prefilling
 from services.prefill_worker.settings import PrefillWorkerSettings
+from services.prefill_worker.waiting_work import WaitingWork
 
 RENEWALS_PER_LEASE = 3
 
@@ -86,13 +87,15 @@ class PrefillWorkerService:
 
     def load(self) -> WorkerLoad:
         """The engine's figures, and the prompts that it does not know of yet."""
-        load = self._running_engine.load()
-        prefilling = self._prefilling
+        engine, prefilling, settings = self._running_engine, self._prefilling, self._settings
+        load, waiting = engine.load(), WaitingWork(prefilling.prompts, settings.block_size)
+        waiting_seconds = waiting.seconds(engine.prefill_cost(), settings.max_num_batched_tokens)
         return msgspec.structs.replace(
             load,
             num_waiting=max(0, len(prefilling.prompts) - load.num_running),
             num_reserved=0,
-            num_waiting_tokens=load.num_waiting_tokens + prefilling.num_unreserved_tokens,
+            num_waiting_tokens=load.num_waiting_tokens + waiting.num_tokens,
+            queued_seconds=load.queued_seconds + waiting_seconds,
             fetch_cost=self._access.stores.fetch_cost,
             recent_request_ids=prefilling.recent.ids(time.time()),
         )

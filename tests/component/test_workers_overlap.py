@@ -8,6 +8,7 @@ import pytest
 from store_prompts import Computed
 from tampered_links import tampering
 from workers_mesh import BLOCK_SIZE, Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
+from workers_reference import Reference
 
 from libs.bus.messages.generation import Refused
 from libs.kv import layer_groups
@@ -95,6 +96,48 @@ async def test_another_prompt_runs_while_one_waits_for_its_kv(mesh: WorkersMesh)
     assert not waiting.ended.is_set()
     gate.opened.set()
     assert (await waiting.end()).tokens == tokens
+    await mesh.until_idle()
+
+
+async def test_prompts_that_begin_alike_share_one_fetch(mesh: WorkersMesh) -> None:
+    gate = Gate(0)
+    gateway, _, where, _ = await warm(mesh, gate, store_fetch_timeout_seconds=20.0)
+    prompts = [[*prompt_of(NUM_TOKENS)[:NUM_CACHED], last] for last in range(1, 6)]
+    streams = [await gateway.begin(gateway.generation(prompt), **where) for prompt in prompts]
+    await gate.reached.wait()
+    await asyncio.sleep(0.05)  # the others come to know of it, or fetch themselves
+    gate.opened.set()
+    for stream in streams:
+        assert (await stream.end()).num_cached_tokens == NUM_CACHED
+    assert mesh.hosted["store-0"].gauge("kvmesh_store_fetches_total", result="sent") == 1
+    async with Reference() as reference:
+        for prompt, stream in zip(prompts, streams, strict=True):
+            expected = await reference.tokens(gateway.generation(prompt))
+            assert stream.tokens == [token.token_id for token in expected]
+    await mesh.until_idle()
+
+
+async def test_prompts_that_begin_alike_share_one_put(mesh: WorkersMesh) -> None:
+    gateway, store = await mesh.gateway(), await mesh.store()
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
+    prompts = [[*prompt_of(NUM_TOKENS)[:NUM_CACHED], last] for last in range(1, 6)]
+    await asyncio.gather(*(gateway.generate(prompt, **where) for prompt in prompts))
+    await mesh.until_idle()
+    assert store.gauge("kvmesh_store_num_blocks") == NUM_CACHED // BLOCK_SIZE
+    sent = prefill.gauge("kvmesh_store_put_blocks_total", result="sent")
+    assert sent == NUM_CACHED // BLOCK_SIZE
+
+
+async def test_a_prompt_waits_for_the_fetch_of_another_no_longer_than_that_takes(mesh: WorkersMesh) -> None:
+    gate = Gate(1)
+    gateway, prefill, where, _ = await warm(mesh, gate, store_fetch_timeout_seconds=0.3)
+    prompts = [[*prompt_of(NUM_TOKENS)[:NUM_CACHED], last] for last in range(1, 4)]
+    async with asyncio.timeout(8):
+        answers = await asyncio.gather(*(gateway.generate(prompt, **where) for prompt in prompts))
+    assert [len(answer.tokens) for answer in answers] == [8, 8, 8]
+    assert prefill.gauge("kvmesh_num_requests_held") == 0
+    gate.opened.set()
     await mesh.until_idle()
 
 

@@ -185,7 +185,7 @@ async def test_a_store_that_does_not_answer_is_asked_once_and_then_left_alone_fo
     mesh: WorkersMesh,
 ) -> None:
     asked = await silent_store(mesh, "store-1")
-    gateway, prefill = await mesh.gateway(), await mesh.prefill()
+    gateway, prefill = await mesh.gateway(), await mesh.prefill(store_find_timeout_seconds=0.1)
     decode = await mesh.decode()
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
     await mesh.until(lambda: prefill.gauge("kvmesh_num_links") == 2)

@@ -106,6 +106,7 @@ class WorkersMesh:
                 "threads": 1,
                 "max_num_batched_tokens": 32,
                 "store_fetch_when": "always",
+                "store_find_timeout_seconds": 5.0,
                 **settings,
             }
         )
@@ -129,6 +130,7 @@ class WorkersMesh:
                 "num_blocks": 256,
                 "threads": 1,
                 "store_fetch_when": "always",
+                "store_find_timeout_seconds": 5.0,
                 "store_finished": False,
                 **settings,
             }

@@ -33,6 +33,11 @@ class CollectedPut:
         """Whether all layers of all blocks are there."""
         return all(count == len(self.blocks) for count in self._num_blocks)
 
+    @property
+    def last_names(self) -> list[bytes]:
+        """Names of the last block of each run."""
+        return [self.names[run.missing[-1]] for run in self._found.runs if run.missing]
+
     def collect(self, output: LayerOutput) -> None:
         """Keep what belongs to it. Blocks come in order, each once per layer."""
         first = max(0, self.blocks.start + self._num_blocks[output.layer] - output.first_block)

@@ -1,16 +1,22 @@
 """New blocks of prompts on their way to the stores: in the background, and bounded."""
 
 import asyncio
-from collections.abc import Sequence
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from libs.worker.stores.collected_put import CollectedPut
-from libs.worker.stores.found import Found
+from libs.worker.stores.found import Found, RunFound
 from libs.worker.stores.metrics import StoreMetrics
 from libs.worker.stores.peer import Spawn
 from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.stores import Stores
 
 MIB = 1 << 20
+MAX_REMEMBERED = 4096
+"""Runs sent lately: a prompt whose stores were asked before need not send them again."""
 
 
 class Puts:
@@ -21,10 +27,15 @@ class Puts:
         self._max_bytes = max_mib * MIB
         self.num_kept_bytes = 0
         """Of puts collected or on their way."""
+        self._under_way = Counter[bytes]()
+        """The last block of each run that is."""
+        self._sent_at: OrderedDict[bytes, float] = OrderedDict()
+        """The last block of each run that was sent lately, and when."""
         metrics.num_put_bytes.set_function(lambda: self.num_kept_bytes)
 
     def begin(self, names: Sequence[bytes], found: Found, request_id: str) -> CollectedPut | None:
         """Start to collect what stores lack of this prompt; None: that is nothing, or too much is kept."""
+        found = replace(found, runs=tuple(self._without_what_others_put(names, found)))
         if not found.missing:
             return None
         put = CollectedPut(names, found, self._stores.num_layers, request_id=request_id)
@@ -32,6 +43,7 @@ class Puts:
             self._metrics.puts.labels("dropped").inc(len(put.blocks))
             return None
         self.num_kept_bytes += self._bytes_of(put)
+        self._under_way.update(put.last_names)
         return put
 
     def end(self, put: CollectedPut) -> None:
@@ -53,10 +65,22 @@ class Puts:
 
     async def _send_all(self, store: str, parts: list[PutPart]) -> None:
         for part in parts:
-            await self._stores.put(store, part)
+            if await self._stores.put(store, part):
+                self._sent_at[part.names[-1]] = time.monotonic()
+                while len(self._sent_at) > MAX_REMEMBERED:
+                    self._sent_at.popitem(last=False)
+
+    def _without_what_others_put(self, names: Sequence[bytes], found: Found) -> Iterator[RunFound]:
+        """Of prompts that begin alike, one puts what they share."""
+        for run in found.runs:
+            last = names[run.missing[-1]] if run.missing else b""
+            is_put = last in self._under_way or self._sent_at.get(last, -math.inf) >= found.at_seconds
+            yield replace(run, num_held=len(run.blocks)) if is_put else run
 
     def _let_go(self, put: CollectedPut) -> None:
         self.num_kept_bytes -= self._bytes_of(put)
+        self._under_way.subtract(put.last_names)
+        self._under_way += Counter()  # drops those at zero
 
     def _bytes_of(self, put: CollectedPut) -> int:
         return len(put.blocks) * self._stores.block_bytes

@@ -18,7 +18,9 @@ class StoreSettings(WorkerSettings, frozen=True, kw_only=True):
     ] = 2.0
     store_fetch_when: Annotated[
         Literal["faster", "always"],
-        Meta(description="faster: what is computed sooner than fetched is not fetched"),
+        Meta(
+            description="faster: not what is computed sooner; always: whatever it costs, within the timeouts"
+        ),
     ] = "faster"
     store_put_mib: Annotated[
         int, Meta(description="KV kept for the KV stores until it is sent; what exceeds it is not put", ge=0)
