@@ -273,6 +273,8 @@ class _Generating(Response):
                 tenant=scope.get(SCOPE_KEY, NOBODY),
                 session_header=self._request.headers.get(SESSION_HEADER, ""),
             )
+            if arrival.tenant.name:
+                span.set("tenant", arrival.tenant.name)
             try:
                 answering = await self._prepare(self._request, arrival)
                 await answering.run(receive, send)

@@ -108,7 +108,6 @@ async def test_arrivals_do_not_wait_for_answers(server: Server) -> None:
     report = await load(server, "--rate", "200", "--num", "20")
     assert report["requests"]["succeeded"] == 20
     assert report["most_in_flight"] == 20
-    assert report["requests"]["held_back"] == 0
 
 
 async def test_what_too_many_open_requests_hold_back_is_reported(server: Server) -> None:
@@ -130,7 +129,6 @@ async def test_what_too_many_open_requests_hold_back_is_reported(server: Server)
     assert report["most_in_flight"] == 2
     assert report["requests"]["held_back"] >= 6
     assert report["requests"]["longest_held_back_seconds"] > 0.2
-    assert report["time_to_first_token_seconds"]["max"] < report["requests"]["longest_held_back_seconds"]
 
 
 async def test_the_report_counts_tokens_as_the_server_does(server: Server) -> None:

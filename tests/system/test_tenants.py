@@ -69,9 +69,11 @@ def test_a_tenant_hits_its_own_prefix_on_any_worker_and_never_anothers(mesh: Mes
         again, num_cached = one.ask()
         assert again == text
         assert num_cached >= MANY_TOKENS
+    num_held = two.of_stores(HELD)
     theirs, num_cached = two.ask()
     assert (theirs, num_cached) == (text, 0)
-    until(lambda: two.of_stores(HELD) >= 2 * num_blocks, timeout_seconds=20, what="the store has both")
+    what = "the store has those of both"
+    until(lambda: two.of_stores(HELD) >= num_held + num_blocks, timeout_seconds=20, what=what)
     theirs, num_cached = two.ask()
     assert theirs == text
     assert num_cached >= MANY_TOKENS
