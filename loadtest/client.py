@@ -11,6 +11,8 @@ from loadtest.record import Record
 
 MAX_DETAIL_CHARS = 300
 _CONNECT_TIMEOUT_SECONDS = 30.0
+_IDLE_SECONDS = 2.0
+"""Many servers close idle connections after 5 s; one closed just as it is taken again loses a request."""
 
 
 class ServerError(Exception):
@@ -45,7 +47,9 @@ class Client:
         self._url = rules.url.rstrip("/").removesuffix("/v1") + "/v1"
         self._path = "/chat/completions" if rules.api == "chat" else "/completions"
         timeout = httpx.Timeout(rules.timeout_seconds, connect=_CONNECT_TIMEOUT_SECONDS, pool=None)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS
+        )
         self._http = httpx.AsyncClient(timeout=timeout, limits=limits, transport=transport)
 
     async def close(self) -> None:
