@@ -1,0 +1,172 @@
+"""KV that arrives layer by layer while the rest of its prompt is computed: the engine against the formula.
+
+The source is throttled by the clock: layer l is handed to the engine when l + 1 times the fetch of one layer
+have passed. So what is measured is the engine's part: how well it computes what is there.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from libs.cost.overlap import overlapped_seconds
+from libs.engine.engine import Engine
+from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
+from libs.engine.settings import EngineSettings
+from libs.kv.names import block_names
+from libs.model.load import find_model, load_model
+from libs.model.model import Model
+from libs.request.generation import Generation, pack_token_ids
+from libs.request.sampling import SamplingParams
+from services.bench.figures import Figure
+from services.bench.mesh_overhead import random_prompt
+
+NUM_TOKENS = 2048
+NUM_HELD_TOKENS = 1536
+RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
+AIMED_RATIO = 0.5
+MOST_EXCESS_PERCENT = 10.0
+NUM_ROUNDS = 5
+
+
+@dataclass
+class Ratio:
+    """Runs at one ratio of fetch to compute per layer: what was measured, what the formula gives."""
+
+    measured_seconds: list[float] = field(default_factory=list[float])
+    predicted_seconds: list[float] = field(default_factory=list[float])
+
+    @property
+    def excess(self) -> float:
+        """Median over the runs of measured over predicted, less one."""
+        pairs = zip(self.measured_seconds, self.predicted_seconds, strict=True)
+        return statistics.median(measured / predicted for measured, predicted in pairs) - 1
+
+
+@dataclass
+class Overlap:
+    """TTFT of the whole prompt without a held prefix, of one whose prefix is there, and while it comes."""
+
+    recompute_seconds: list[float] = field(default_factory=list[float])
+    hidden_seconds: list[float] = field(default_factory=list[float])
+    ratios: dict[float, Ratio] = field(default_factory=lambda: {ratio: Ratio() for ratio in RATIOS})
+
+
+class _FirstTokens:
+    """An engine listener that drops the KV handed out and keeps when the prompt was done."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.done: asyncio.Future[float] | None = None
+
+    def on_tokens(self, tokens: Sequence[TokenOutput]) -> None:
+        raise RuntimeError("prompts end with their first token here")
+
+    def on_layer(self, output: LayerOutput) -> None:
+        if self.engine is not None:
+            self.engine.release_layer(output)
+
+    def on_prompt_done(self, output: TokenOutput) -> None:
+        if self.done is not None:
+            self.done.set_result(time.perf_counter())
+
+    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Nobody asks what is held here."""
+
+    def on_failed(self, failure: SequenceFailed) -> None:
+        if self.done is not None:
+            self.done.set_exception(RuntimeError(f"the engine failed: {failure}"))
+
+
+class _Bench:
+    """One engine that forgets, and the KV of one prompt."""
+
+    def __init__(self, model: Model, prompt: list[int], num_threads: int) -> None:
+        self.prompt = prompt
+        self.listener = _FirstTokens()
+        self.settings = EngineSettings(num_blocks=512, max_model_len=4096, num_threads=num_threads)
+        self.num_blocks = NUM_HELD_TOKENS // self.settings.block_size
+        self.engine = Engine(model, self.settings, self.listener)
+        self.listener.engine = self.engine
+        self.names = block_names(prompt, self.settings.block_size, model.fingerprint, "")[: self.num_blocks]
+        self.layers: list[torch.Tensor] = []
+        self.num_runs = 0
+
+    async def ttft(self, *, num_held_tokens: int, fetch_seconds: float) -> float:
+        """Seconds from the begin of fetch and prompt to its first token; a salt keeps each run from finding
+        the one before."""
+        self.num_runs += 1
+        name, sampling = f"r{self.num_runs}", SamplingParams(temperature=0, max_tokens=1)
+        generation = Generation(
+            name,
+            pack_token_ids(self.prompt),
+            len(self.prompt),
+            sampling,
+            "",
+            time.time() + 600,
+            cache_salt=name if self.layers else "",
+        )
+        self.listener.done = asyncio.get_running_loop().create_future()
+        await self.engine.reserve(generation, whole_prompt=True)
+        if num_held_tokens and not fetch_seconds:
+            await self.fetch(name, time.perf_counter(), 0.0)
+        began = time.perf_counter()
+        await self.engine.begin(name, num_computed_tokens=num_held_tokens, awaits_kv=True, hand_over=True)
+        if num_held_tokens and fetch_seconds:
+            await self.fetch(name, began, fetch_seconds)
+        return await self.listener.done - began
+
+    async def fetch(self, name: str, began: float, seconds_per_layer: float) -> None:
+        for layer, blocks in enumerate(self.layers):
+            await asyncio.sleep(began + (layer + 1) * seconds_per_layer - time.perf_counter())
+            await self.engine.write_blocks(name, layer, 0, blocks)
+
+
+async def measure(model: Model, *, num_threads: int, num_rounds: int) -> Overlap:
+    """Every ratio once a round, each between two runs with the prefix there: predicted by the mean of these,
+    so that a machine that becomes slower does so for both sides."""
+    prompt = random_prompt(NUM_TOKENS, model.config.vocab_size, random.Random(3))
+    bench, overlap, num_layers = _Bench(model, prompt, num_threads), Overlap(), model.config.num_layers
+    await bench.engine.start()
+    try:
+        await bench.ttft(num_held_tokens=0, fetch_seconds=0.0)
+        bench.layers = list((await bench.engine.read_blocks(bench.names)).transpose(0, 1).contiguous())
+        before = await bench.ttft(num_held_tokens=NUM_HELD_TOKENS, fetch_seconds=0.0)
+        for _ in range(num_rounds):
+            overlap.recompute_seconds.append(await bench.ttft(num_held_tokens=0, fetch_seconds=0.0))
+            for ratio, runs in overlap.ratios.items():
+                fetch = ratio * before / num_layers
+                measured = await bench.ttft(num_held_tokens=NUM_HELD_TOKENS, fetch_seconds=fetch)
+                after = await bench.ttft(num_held_tokens=NUM_HELD_TOKENS, fetch_seconds=0.0)
+                compute = (before + after) / 2 / num_layers
+                runs.measured_seconds.append(measured)
+                runs.predicted_seconds.append(overlapped_seconds(fetch, compute, num_layers))
+                overlap.hidden_seconds.append(after)
+                before = after
+    finally:
+        await bench.engine.close()
+    return overlap
+
+
+def measure_overlap(say: Callable[[str], None]) -> list[Figure]:
+    """SmolLM2 in bf16, one thread: the event loop that fetches has the other core."""
+    say(f"{NUM_HELD_TOKENS} of {NUM_TOKENS} tokens held: fetched layer by layer while the rest is computed")
+    model = load_model(find_model("smollm2-135m-instruct"), dtype=torch.bfloat16)
+    overlap = asyncio.run(measure(model, num_threads=1, num_rounds=NUM_ROUNDS))
+    recompute = statistics.median(overlap.recompute_seconds) * 1e3
+    hidden = statistics.median(overlap.hidden_seconds) * 1e3
+    figures = [Figure("TTFT, prefix there", hidden, "ms", recompute, "recomputed")]
+    for ratio, runs in overlap.ratios.items():
+        name = f"TTFT, fetch {ratio:g} x compute"
+        measured = statistics.median(runs.measured_seconds) * 1e3
+        predicted = statistics.median(runs.predicted_seconds) * 1e3
+        aim = MOST_EXCESS_PERCENT if ratio == AIMED_RATIO else None
+        figures += [
+            Figure(name, measured, "ms", predicted, "formula"),
+            Figure(f"{name}: above the formula", 100 * runs.excess, "%", at_most=aim),
+        ]
+    return figures
