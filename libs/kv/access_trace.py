@@ -25,7 +25,7 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_length: int = 0
     hash_ids: tuple[int, ...] = ()
     """Blocks, in the order of the prompt. Mooncake's name for them."""
-    kind: Literal["lookup", "put", "fetch"] = "lookup"
+    kind: Literal["lookup", "put"] = "lookup"
     num_memory_hits: int = 0
     num_disk_hits: int = 0
     group: str = ""

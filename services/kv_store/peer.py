@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import structlog
 
+from libs.kv.block_tree import MEMORY
 from libs.kv.layer_groups import layer_groups
 from libs.kv.names import split_names
 from libs.transport.frames import (
@@ -60,16 +61,17 @@ class Peer:
     ) -> None:
         self._link, self._store, self._metrics, self._bucket = link, store, metrics, bucket
         self._send_timeout_seconds = send_timeout_seconds
-        self._buffers = SendBuffers()
         self._puts: dict[int, tuple[Put, PutNames]] = {}
-        # A Fetch that was missed is queued too, so that answers keep the order of the questions.
         self._fetches: asyncio.Queue[_Wanted] = asyncio.Queue(MAX_FETCHES)
+        self._from_disk: asyncio.Queue[_Wanted] = asyncio.Queue(MAX_FETCHES)
+        """Those that wait for a disk hold nobody up."""
 
     async def serve(self) -> None:
         """Returns when the Link is lost; then nothing of it is held any more."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._send_fetched())
+                for fetches in (self._fetches, self._from_disk):
+                    tasks.create_task(self._send_fetched(fetches))
                 tasks.create_task(self._receive())
         except* (LinkError, HeaderUndecodable, ProtocolBroken) as ended:
             log.info("store_peer_ended", peer=self._link.peer, reason=_reason(ended))
@@ -77,8 +79,9 @@ class Peer:
             for put, _ in self._puts.values():
                 self._drop(put, "cut")
             self._puts.clear()
-            while not self._fetches.empty():
-                self._end_fetch(self._fetches.get_nowait(), "cut")
+            for fetches in (self._fetches, self._from_disk):
+                while not fetches.empty():
+                    self._end_fetch(fetches.get_nowait(), "cut")
             await self._link.close()
 
     async def _receive(self) -> NoReturn:
@@ -98,7 +101,7 @@ class Peer:
             case Fetch() as fetch:
                 wanted = _Wanted(fetch.fetch_id, self._store.begin_fetch(_names_of(frame)))
                 try:
-                    await self._fetches.put(wanted)
+                    await self._queue_for(wanted).put(wanted)
                 except asyncio.CancelledError:
                     # The Link died while the queue was full: nobody else knows of these pins.
                     self._end_fetch(wanted, "cut")
@@ -135,12 +138,19 @@ class Peer:
         self._store.blocks.drop_put(put)
         self._metrics.puts.labels(result).inc()
 
-    async def _send_fetched(self) -> NoReturn:
+    def _queue_for(self, wanted: _Wanted) -> "asyncio.Queue[_Wanted]":
+        is_here = wanted.nodes is None or self._store.blocks.tree.are_in(wanted.nodes, MEMORY).all()
+        return self._fetches if is_here else self._from_disk
+
+    async def _send_fetched(self, fetches: "asyncio.Queue[_Wanted]") -> NoReturn:
+        buffers = SendBuffers()
         while True:
-            wanted = await self._fetches.get()
+            wanted = await fetches.get()
             result = "cut"
             try:
-                is_sent = wanted.nodes is not None and await self._send(wanted.fetch_id, wanted.nodes)
+                is_sent = wanted.nodes is not None and await self._send(
+                    wanted.fetch_id, wanted.nodes, buffers
+                )
                 if not is_sent:
                     header = encode_header(FetchMissed(fetch_id=wanted.fetch_id))
                     await self._link.send(header, timeout_seconds=self._send_timeout_seconds)
@@ -148,7 +158,7 @@ class Peer:
             finally:
                 self._end_fetch(wanted, result)
 
-    async def _send(self, fetch_id: int, nodes: Nodes) -> bool:
+    async def _send(self, fetch_id: int, nodes: Nodes, buffers: SendBuffers) -> bool:
         """False: not to be had, or no longer. The next layers are gathered while those before travel."""
         store = self._store
         source = FetchSource(store.blocks, nodes, store.loader, store.disk)
@@ -157,7 +167,8 @@ class Peer:
         async with asyncio.TaskGroup() as tasks:
             sending: asyncio.Task[None] | None = None
             for layers in layer_groups(source.num_layers, source.bytes_per_layer):
-                body = await source.body(layers, self._buffers)
+                body = await source.body(layers, buffers)
+                due = self._bucket.take(body[0].size, time.monotonic()) if body is not None else 0.0
                 if sending is not None:
                     await sending
                 if body is None:
@@ -169,11 +180,11 @@ class Peer:
                     num_blocks=nodes.size,
                     checksum=body[1],
                 )
-                sending = tasks.create_task(self._send_layers(header, body[0]))
+                sending = tasks.create_task(self._send_layers(header, body[0], due))
         return True
 
-    async def _send_layers(self, header: Fetched, body: Bytes) -> None:
-        if (wait := self._bucket.take(body.size, time.monotonic())) > 0:
+    async def _send_layers(self, header: Fetched, body: Bytes, due: float) -> None:
+        if (wait := due - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         started = time.monotonic()
         await self._link.send(encode_header(header), body, timeout_seconds=self._send_timeout_seconds)

@@ -27,10 +27,13 @@ class KvStoreSettings(RuntimeSettings, frozen=True, kw_only=True):
         float, Meta(description="disk space for blocks, in GiB; 0: memory alone, else 0.04 at least", ge=0)
     ] = 0.0
     disk_path: Annotated[
-        str, Meta(description="folder for blocks on disk; default: kv/NAME in the state folder")
+        str,
+        Meta(
+            description="where stores keep blocks, each in a folder of its name; default: kv in --state-dir"
+        ),
     ] = ""
     index_path: Annotated[
-        str, Meta(description="folder of their index, RocksDB; default: beside the blocks")
+        str, Meta(description="their index, RocksDB, likewise; default: beside the blocks")
     ] = ""
     index_cache_mib: Annotated[int, Meta(description="memory of the index for reading, in MiB", ge=1)] = 32
     fsync: Annotated[

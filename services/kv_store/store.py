@@ -275,11 +275,11 @@ def open_disk(settings: KvStoreSettings, name: str, on_paused: Callable[[bool], 
     """The tier on disk, as the settings want it; None without one."""
     if settings.disk_gib <= 0:
         return None
-    folder = Path(settings.disk_path) if settings.disk_path else Path(settings.state_dir) / "kv" / name
+    folder = (Path(settings.disk_path) if settings.disk_path else Path(settings.state_dir) / "kv") / name
     disk_settings = DiskSettings(
         cap_bytes=int(settings.disk_gib * GIB),
         fsync=settings.fsync,
-        index_folder=Path(settings.index_path) if settings.index_path else None,
+        index_folder=Path(settings.index_path) / name if settings.index_path else None,
         index_cache_bytes=settings.index_cache_mib * MIB,
     )
     return DiskTier(folder, disk_settings, on_paused)

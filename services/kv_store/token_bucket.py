@@ -9,9 +9,9 @@ class TokenBucket:
         self._free_at = 0.0
 
     def take(self, num_bytes: int, now: float) -> float:
-        """Seconds to wait before these may be sent, after all that was taken before."""
+        """When a line of this rate would have carried these, after all that was taken before; `now` where
+        there is no limit."""
         if self._bytes_per_second <= 0:
-            return 0.0
-        wait = max(0.0, self._free_at - now)
+            return now
         self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_second
-        return wait
+        return self._free_at

@@ -76,7 +76,8 @@ class TraceFile:
                 self._rotate()
 
     def _rotate(self) -> None:
-        for number, path in enumerate(reversed(rotated_files(self._path)), start=1):
+        files = rotated_files(self._path)
+        for number, path in zip(range(len(files), 0, -1), files, strict=True):
             if number < NUM_FILES:
                 os.replace(path, self._path.with_name(f"{self._path.name}.{number}"))
             else:

@@ -178,7 +178,7 @@ async def test_a_damaged_file_is_a_miss_and_the_store_goes_on(scene: StoreScene,
     worker = await scene.worker(first)
     await put_all(scene, first, worker, 1)
     assert await first.end() == 0
-    for path in (tmp_path / "segments").iterdir():
+    for path in (tmp_path / "store-0" / "segments").iterdir():
         data = bytearray(path.read_bytes())
         for at in range(0, len(data), 512):
             data[at] ^= 1
