@@ -4,7 +4,7 @@ than to compute it."""
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -119,7 +119,7 @@ class Prefixes:
         return None
 
     @contextmanager
-    def claim(self, prefix: Prefix, num_here: int, plan: FetchPlan) -> Iterator[None]:
+    def claim(self, prefix: Prefix, num_here: int, plan: FetchPlan) -> Generator[None]:
         """Others need not fetch what this prompt fetches meanwhile."""
         claim = _Claim(prefix.names, range(num_here, num_here + plan.num_blocks))
         self._claims.append(claim)
