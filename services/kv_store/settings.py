@@ -25,7 +25,7 @@ class KvStoreSettings(RuntimeSettings, frozen=True, kw_only=True):
     memory_gib: Annotated[float, Meta(description="memory for blocks, in GiB", gt=0)] = 1.0
     disk_gib: Annotated[
         float, Meta(description="disk space for blocks, in GiB; 0: memory alone, else 0.04 at least", ge=0)
-    ] = 0.0
+    ] = 4.0
     disk_path: Annotated[
         str,
         Meta(

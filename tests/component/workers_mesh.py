@@ -143,7 +143,7 @@ class WorkersMesh:
     async def store(
         self, name: str = "store-0", *, wrap: WrapTransport | None = None, **settings: Any
     ) -> Hosted:
-        made = KvStoreSettings(**{"memory_gib": 0.01, **settings})
+        made = KvStoreSettings(**{"memory_gib": 0.01, "disk_gib": 0.0, **settings})
         return await self.host(
             ServiceKind.KV_STORE, name, made, KvStoreService(made, open_transport=self.open_transport(wrap))
         )
