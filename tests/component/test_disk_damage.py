@@ -198,6 +198,25 @@ async def test_an_index_deleted_whole_leaves_no_segment_behind(tmp_path: Path) -
     await check_that_later_writes_work(tmp_path, set())
 
 
+async def test_segments_that_cannot_be_opened_are_counted_while_running_and_at_a_start(
+    tmp_path: Path,
+) -> None:
+    blocks = chain(0, NUM_BLOCKS)
+    async with opened(tmp_path, SETTINGS_OF_SMALL_FILES) as (tier, _):
+        assert all(await tier.write(blocks))
+        first, second = segments(tmp_path)[:2]
+        first.unlink()
+        first.symlink_to(first)
+        answer = await read(tier, names_of(blocks))
+        assert len(answer.missed) == tier.counts.num_failed == 64
+    second.unlink()
+    second.mkdir()
+    async with opened(tmp_path, SETTINGS_OF_SMALL_FILES) as (tier, held):
+        assert len(held) == tier.num_blocks == NUM_BLOCKS - 128
+        assert tier.counts.num_lost_at_open == 64
+    await check_that_later_writes_work(tmp_path, set(names_of(held)))
+
+
 @pytest.mark.parametrize("change", [truncate, empty, zero, flip])
 async def test_a_segment_damaged_under_a_running_tier_is_a_counted_miss(
     tmp_path: Path, change: Change

@@ -13,6 +13,8 @@ from services.kv_store.disk.layout import Extent, Spot, extents_of
 from services.kv_store.disk.record import Record
 from services.kv_store.disk.segment_files import Rows, SegmentFiles
 
+Descriptors = Mapping[int, int | OSError]
+
 SMALL_EXTENT_BYTES = 128 << 10
 """Reads smaller than this are announced, so that the device works on several at once."""
 
@@ -39,8 +41,8 @@ def read_blocks(
     into = [block.into for block in blocks]
     kept: list[list[int]] = np.array([r.checksums[layers.start : layers.stop] for r in records]).T.tolist()
     results = [ReadResult.READ] * len(blocks)
-    with files.reading(spot.segment for spot in spots) as fds:
-        _announce(fds, extents, spots)
+    with files.reading({spot.segment: spot.form for spot in spots}) as fds:
+        _announce(fds, extents)
         for extent in extents:
             row, members = extent.layer - layers.start, extent.members
             rows = [into[member][row] for member in members]
@@ -53,36 +55,41 @@ def read_blocks(
     return results
 
 
-def _announce(fds: Mapping[int, int], extents: Sequence[Extent], spots: Sequence[Spot]) -> None:
+def _announce(fds: Descriptors, extents: Sequence[Extent]) -> None:
     if len(extents) < 2:
         return
     for extent in extents:
-        if extent.num_bytes < SMALL_EXTENT_BYTES and extent.segment in fds:
-            os.posix_fadvise(fds[extent.segment], extent.offset, extent.num_bytes, os.POSIX_FADV_WILLNEED)
+        fd = fds[extent.segment]
+        if extent.num_bytes < SMALL_EXTENT_BYTES and isinstance(fd, int):
+            os.posix_fadvise(fd, extent.offset, extent.num_bytes, os.POSIX_FADV_WILLNEED)
 
 
-def _is_read(files: SegmentFiles, fds: Mapping[int, int], extent: Extent, rows: Rows) -> bool:
+def _is_read(files: SegmentFiles, fds: Descriptors, extent: Extent, rows: Rows) -> bool:
+    fd = fds[extent.segment]
     try:
-        fd = fds.get(extent.segment)
-        return fd is not None and files.read(fd, extent.offset, rows, extent.num_bytes)
+        return isinstance(fd, int) and files.read(fd, extent.offset, rows, extent.num_bytes)
     except OSError:
         return False
 
 
 def _read_one_by_one(
     files: SegmentFiles,
-    fds: Mapping[int, int],
+    fds: Descriptors,
     extent: Extent,
     spots: Sequence[Spot],
     rows: Rows,
     results: list[ReadResult],
 ) -> None:
     """One block's bad bytes deny nothing to its neighbours."""
+    fd = fds[extent.segment]
     for member, row in zip(extent.members, rows, strict=True):
-        number, slot, form = spots[member]
+        _, slot, form = spots[member]
         try:
-            if number in fds and files.read(fds[number], form.offset_of(slot, extent.layer), [row], row.size):
-                continue
+            if not isinstance(fd, int):
+                raise fd
+            if not files.read(fd, form.offset_of(slot, extent.layer), [row], row.size):
+                results[member] = ReadResult.MISSING
+        except FileNotFoundError:
             results[member] = ReadResult.MISSING
         except OSError:
             results[member] = ReadResult.FAILED

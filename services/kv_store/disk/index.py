@@ -1,7 +1,7 @@
 """RocksDB as the durable index: name -> record. Blocking; used from threads."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ class IndexFailed(Exception):
 
 
 @contextmanager
-def _translated(folder: Path) -> Iterator[None]:
+def _translated(folder: Path) -> Generator[None]:
     try:
         yield
     except Exception as error:  # the binding raises no narrower one
@@ -34,7 +34,7 @@ def _translated(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _linked(folder: Path) -> Iterator[Path]:
+def _linked(folder: Path) -> Generator[Path]:
     """The same files in a folder that can be written to: the binding puts a file of its own beside them."""
     memory = Path("/dev/shm")
     with TemporaryDirectory(prefix="kvmesh-index-", dir=memory if memory.is_dir() else None) as linked:

@@ -61,8 +61,9 @@ def reconcile(
 
 
 def _fits(record: Record, files: Mapping[int, tuple[Form, int]]) -> bool:
-    form, file_bytes = files.get(record.spot.segment, (None, 0))
-    return form == record.spot.form and form.end_of(record.spot.slot) <= file_bytes
+    _, slot, form = record.spot
+    file_form, file_bytes = files.get(record.spot.segment, (None, 0))
+    return file_form == form and form.end_of(slot) <= file_bytes
 
 
 def _shrink(found: Found, files: Mapping[int, tuple[Form, int]], cap_bytes: int) -> None:

@@ -1,12 +1,10 @@
-"""The files of the segments: whole writes, whole reads, one descriptor each. Blocking; used from threads."""
+"""The files of the segments: whole writes, whole reads. Blocking; used from threads."""
 
 import errno
 import os
 import re
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -57,20 +55,12 @@ class _Os:
 SYSTEM: System = _Os()
 
 
-@dataclass(slots=True)
-class _Opened:
-    fd: int
-    num_readers: int = 0
-    is_gone: bool = False
-
-
 class SegmentFiles:
-    """Segments in one folder. Writing, creating and removing is one thread's; reading may be others'."""
+    """Segments in one folder. One thread writes, creates and removes; others may read meanwhile."""
 
     def __init__(self, folder: Path, system: System) -> None:
         self._folder, self._system = folder, system
-        self._opened: dict[int, _Opened] = {}
-        self._lock = threading.Lock()
+        self._fds: dict[int, int] = {}
         self._unsynced: set[int] = set()
 
     def found(self) -> dict[int, tuple[Form, int]]:
@@ -79,7 +69,8 @@ class SegmentFiles:
         for path in self._folder.iterdir():
             if (match := _NAME.fullmatch(path.name)) is not None:
                 number, *form = map(int, match.groups())
-                files[number] = Form(*form), path.stat().st_size
+                with suppress(OSError):  # what cannot even be looked at holds nothing
+                    files[number] = Form(*form), path.stat().st_size
         return files
 
     def open(self, number: int, form: Form) -> None:
@@ -91,12 +82,11 @@ class SegmentFiles:
             if error.errno not in (errno.EROFS, errno.EACCES):
                 raise
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        with self._lock:
-            self._opened[number] = _Opened(fd)
+        self._fds[number] = fd
 
     def is_open(self, number: int) -> bool:
         """Whether it can be read and written."""
-        return number in self._opened
+        return number in self._fds
 
     def path_of(self, number: int, form: Form) -> Path:
         """Where a segment lies; its name tells its form."""
@@ -105,7 +95,8 @@ class SegmentFiles:
     def remove(self, number: int, form: Form) -> None:
         """Unlink; readers under way still end well. A file that stays is found unused at the next open."""
         self._unsynced.discard(number)
-        self._forget(number)
+        if number in self._fds:
+            os.close(self._fds.pop(number))
         try:
             self.path_of(number, form).unlink(missing_ok=True)
         except OSError as error:
@@ -113,29 +104,31 @@ class SegmentFiles:
 
     def truncate(self, number: int, num_bytes: int) -> None:
         """Cut off what no slot reaches. Raises OSError."""
-        os.ftruncate(self._opened[number].fd, num_bytes)
+        os.ftruncate(self._fds[number], num_bytes)
 
     def write(self, number: int, offset: int, rows: Rows) -> None:
         """All rows one after another. Raises OSError; then some of it may be written."""
-        fd = self._opened[number].fd
+        fd = self._fds[number]
         self._unsynced.add(number)
         for start in range(0, len(rows), MAX_BUFFERS):
             offset = self._write(fd, offset, rows[start : start + MAX_BUFFERS])
 
     @contextmanager
-    def reading(self, numbers: Iterable[int]) -> Iterator[dict[int, int]]:
-        """Descriptors of those of these segments that are there, open until the end even if removed."""
-        with self._lock:
-            opened = {number: self._opened[number] for number in set(numbers) if number in self._opened}
-            for file in opened.values():
-                file.num_readers += 1
-        try:
-            yield {number: file.fd for number, file in opened.items()}
-        finally:
-            with self._lock:
-                for file in opened.values():
-                    file.num_readers -= 1
-                    self._close_if_done(file)
+    def reading(self, forms: Mapping[int, Form]) -> Generator[dict[int, int | OSError]]:
+        """Descriptors of these segments, or why there is none; good until the end even if a file goes.
+
+        Each read has its own, so that the system sees each one's order and reads ahead for it.
+        """
+        opened: dict[int, int | OSError] = {}
+        with ExitStack() as closing:
+            for number, form in forms.items():
+                try:
+                    fd = opened[number] = os.open(self.path_of(number, form), os.O_RDONLY | os.O_CLOEXEC)
+                    closing.callback(os.close, fd)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                except OSError as error:
+                    opened[number] = error
+            yield opened
 
     def read(self, fd: int, offset: int, rows: Rows, num_bytes: int) -> bool:
         """Fill all rows, `num_bytes` together; False where the file is too short. Raises OSError."""
@@ -151,26 +144,14 @@ class SegmentFiles:
     def sync(self) -> None:
         """Returns when all written bytes are on the device. Raises OSError."""
         for number in list(self._unsynced):
-            self._system.fdatasync(self._opened[number].fd)
+            self._system.fdatasync(self._fds[number])
             self._unsynced.discard(number)
 
     def close(self) -> None:
         """Close all; the files stay."""
-        for number in list(self._opened):
-            self._forget(number)
+        for number in list(self._fds):
+            os.close(self._fds.pop(number))
         self._unsynced.clear()
-
-    def _forget(self, number: int) -> None:
-        with self._lock:
-            opened = self._opened.pop(number, None)
-            if opened is not None:
-                opened.is_gone = True
-                self._close_if_done(opened)
-
-    @staticmethod
-    def _close_if_done(opened: _Opened) -> None:
-        if opened.is_gone and not opened.num_readers:
-            os.close(opened.fd)
 
     def _write(self, fd: int, offset: int, rows: Rows) -> int:
         """Returns the offset after the last byte. The system may take less than all at a time."""
