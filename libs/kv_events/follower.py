@@ -6,7 +6,7 @@ messages are kept, until a snapshot is there that they can be applied on top of.
 
 from collections.abc import Iterator
 
-from libs.bus.messages.kv_events import Cleared, KvEvent, KvEvents, KvSnapshotPage
+from libs.bus.messages.kv_events import Cleared, KvEvent, KvEvents, KvSnapshotPage, Stored
 from libs.kv.names import NAME_BYTES
 
 MAX_KEPT_NAMES = 1 << 17
@@ -83,7 +83,7 @@ class SnapshotReader:
         """To ask for; None: all are there, or they are of no use."""
         self.is_whole = False
 
-    def read(self, page: KvSnapshotPage) -> Iterator[KvEvent]:
+    def read(self, page: KvSnapshotPage) -> Iterator[Stored]:
         """What the page tells."""
         if page.sequence < 0 or self.sequence not in (None, page.sequence):
             self.next_page = None

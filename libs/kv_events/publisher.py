@@ -20,7 +20,8 @@ from libs.kv_events.snapshots import Holdings, SnapshotPages
 BEAT_SECONDS = 2.0
 """An idle publisher says so this often: a follower that missed the last event learns of it."""
 MAX_WAITING_NAMES = 1 << 17
-_MAX_BATCH_NAMES = 1 << 14
+_MAX_BATCH_NAMES = 1 << 11
+"""A follower takes a millisecond for so many; it has other things to do."""
 _ENVELOPE_BYTES = 4096
 """All of a message but its names, at most."""
 

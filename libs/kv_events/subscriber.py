@@ -118,8 +118,8 @@ class KvSubscriber:
             )
             if self._followers.get(publisher) is not follower:
                 return True
-            for event in reader.read(page):
-                self._view.apply(draft, event)
+            for stored in reader.read(page):
+                self._view.fill(draft, stored)
         events = (
             follower.catch_up(reader.sequence) if reader.is_whole and reader.sequence is not None else None
         )

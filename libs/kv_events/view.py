@@ -68,6 +68,21 @@ class KvView:
             case Cleared(tier=tier):
                 self._drop(holder, tier)
 
+    def fill(self, holder: str, stored: Stored) -> None:
+        """What was there before anybody listened: it counts as told longest ago, and displaces nothing. So a
+        store of millions of blocks that is told anew does not push out what is in use."""
+        bit, masks = 1 << self._slot(holder, stored.tier), self._masks
+        for key in _keys(stored.names):
+            mask = masks.get(key)
+            if mask is not None:
+                masks[key] = mask | bit
+            elif len(masks) < self._max_names:
+                masks[key] = bit
+                masks.move_to_end(key, last=False)
+                self._num_unswept += 1  # the sweep comes from this end
+            else:
+                self.num_forgotten_total += 1
+
     def forget(self, holder: str) -> None:
         """This holder is gone."""
         for tier in Tier:
@@ -84,14 +99,16 @@ class KvView:
     def sweep(self, max_names: int) -> bool:
         """Go on sweeping out the bits of those who are gone; whether some are left."""
         if not self._sweeping:
+            if not self._dead:
+                return False
             self._sweeping, self._dead = self._dead, 0
             self._num_unswept = len(self._masks)
-        keep = ~self._sweeping
-        for _ in range(min(max_names, self._num_unswept) if self._sweeping else 0):
+        self._num_unswept = min(self._num_unswept, len(self._masks))
+        for _ in range(min(max_names, self._num_unswept)):
             # Taken from the front and put behind all others: whole rounds leave the order of age as it was.
             key, mask = self._masks.popitem(last=False)
-            if mask & keep:
-                self._masks[key] = mask & keep
+            if rest := mask & ~self._sweeping:
+                self._masks[key] = rest
             self._num_unswept -= 1
         if self._num_unswept <= 0:
             self._free += _bits(self._sweeping)

@@ -87,8 +87,8 @@ class Network(RuleBasedStateMachine):
         else:
             assert self.reader.next_page is not None
             page = self.publisher.pages.turn(self.reader.next_page)
-        for event in self.reader.read(page):
-            self.view.apply("draft", event)
+        for stored in self.reader.read(page):
+            self.view.fill("draft", stored)
         if self.reader.next_page is None:
             self.end_snapshot(self.reader)
             self.reader = None

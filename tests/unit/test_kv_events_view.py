@@ -62,7 +62,7 @@ class ViewMachine(RuleBasedStateMachine):
     @rule(holder=st.sampled_from(HOLDERS), names=SOME_NAMES)
     def tell_anew(self, holder: str, names: list[bytes]) -> None:
         tier = TIERS[holder][0]
-        self.view.apply("draft", Stored(tier, b"".join(names)))
+        self.view.fill("draft", Stored(tier, b"".join(names)))
         self.view.replace(holder, "draft")
         self.truth.held = {t for t in self.truth.held if t[0] != holder}
         self.truth.held |= {(holder, tier, name) for name in names}
@@ -123,6 +123,17 @@ def test_what_is_asked_for_stays_and_a_chain_loses_its_end_first() -> None:
     assert view.find(joined(0, 1)).num_blocks == 1
 
 
+def test_what_was_there_before_fills_free_room_and_displaces_nothing() -> None:
+    view = KvView(4)
+    view.apply("p0", Stored(Tier.DEVICE, joined(0, 1)))
+    view.fill("s0", Stored(Tier.DRAM, joined(1, 2, 3, 4, 5)))
+    assert [len(view.tiers_of("s0", name)) for name in NAMES[:6]] == [0, 1, 1, 1, 0, 0]
+    assert view.find(joined(0, 1)).num_blocks == 2
+    assert (len(view), view.num_forgotten_total) == (4, 2)
+    view.apply("p0", Stored(Tier.DEVICE, joined(6)))
+    assert [bool(view.tiers_of("s0", name)) for name in NAMES[1:4]] == [True, True, False]
+
+
 @given(st.integers(1, 6))
 def test_swept_slots_are_used_again_however_often_holders_change(num_names: int) -> None:
     view = KvView(100)
@@ -134,6 +145,19 @@ def test_swept_slots_are_used_again_however_often_holders_change(num_names: int)
     view.apply("last", Stored(Tier.DEVICE, joined(0)))
     assert view.slots(["last"])[0] <= 1
     assert len(view) == 1
+
+
+def test_a_sweep_ends_also_when_all_it_had_to_sweep_is_removed_meanwhile() -> None:
+    view = KvView(100)
+    view.apply("p0", Stored(Tier.DEVICE, joined(0, 1, 2)))
+    view.apply("p1", Stored(Tier.DEVICE, joined(0, 1, 2)))
+    view.forget("p0")
+    assert view.sweep(1)
+    view.apply("p1", Removed(Tier.DEVICE, joined(0, 1, 2)))
+    for _ in range(4):
+        view.sweep(1)
+    assert not view.sweep(1)
+    assert len(view) == 0
 
 
 def test_nobody_in_particular_holds_a_chain_that_was_never_told() -> None:
