@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kv_store.disk.layout import Form, Spot, extents_of
+from services.kv_store.disk.layout import Form, Spot, neighbours
 
 forms = st.builds(Form, st.integers(1, 5), st.integers(1, 9), st.integers(1, 6))
 
@@ -25,30 +25,28 @@ def test_a_file_that_reaches_a_slots_end_holds_all_of_the_slot(form: Form, slot:
 
 
 @given(st.data(), forms)
-def test_extents_name_each_layer_of_each_spot_once_at_its_place(data: st.DataObject, form: Form) -> None:
+def test_neighbours_name_each_spot_once_and_a_layer_of_them_is_one_piece(
+    data: st.DataObject, form: Form
+) -> None:
     places = data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20)), unique=True))
-    layers = range(data.draw(st.integers(0, form.num_layers - 1)), form.num_layers)
     spots = [Spot(number, slot, form) for number, slot in places]
-    seen: set[tuple[int, int]] = set()
-    for extent in extents_of(spots, layers):
-        assert extent.num_bytes == len(extent.members) * form.layer_bytes
-        for column, member in enumerate(extent.members):
-            number, slot, _ = spots[member]
-            assert number == extent.segment
-            assert form.offset_of(slot, extent.layer) == extent.offset + column * form.layer_bytes
-            assert (member, extent.layer) not in seen
-            seen.add((member, extent.layer))
-    assert len(seen) == len(spots) * len(layers)
+    groups = neighbours(spots)
+    assert sorted(member for members in groups for member in members) == list(range(len(spots)))
+    for members in groups:
+        number, slot, _ = spots[members[0]]
+        for column, member in enumerate(members):
+            assert spots[member].segment == number
+            for layer in range(form.num_layers):
+                begin = form.offset_of(slot, layer) + column * form.layer_bytes
+                assert form.offset_of(spots[member].slot, layer) == begin
 
 
-def test_a_layer_of_a_whole_stripe_is_one_extent_and_the_layers_follow_one_another() -> None:
+def test_a_whole_stripe_is_one_group_whose_layers_follow_one_another() -> None:
     form = Form(3, 100, 4)
-    extents = list(extents_of([Spot(7, slot, form) for slot in (6, 4, 7, 5)], range(3)))
-    assert [(e.offset, e.num_bytes) for e in extents] == [(1200, 400), (1600, 400), (2000, 400)]
-    assert extents[0].members == [1, 3, 0, 2]
+    assert neighbours([Spot(7, slot, form) for slot in (6, 4, 7, 5)]) == [[1, 3, 0, 2]]
+    assert [form.offset_of(4, layer) for layer in range(3)] == [1200, 1600, 2000]
 
 
-def test_neighbours_in_two_stripes_are_two_extents() -> None:
+def test_neighbours_in_two_stripes_are_two_groups() -> None:
     form = Form(1, 10, 2)
-    extents = list(extents_of([Spot(0, slot, form) for slot in (1, 2)], range(1)))
-    assert [extent.members for extent in extents] == [[0], [1]]
+    assert neighbours([Spot(0, slot, form) for slot in (1, 2)]) == [[0], [1]]

@@ -19,6 +19,7 @@ import structlog
 from services.kv_store.disk.blocks import BlockToRead, BlockToWrite, DiskBlock
 from services.kv_store.disk.counts import DiskCounts, ReadResult
 from services.kv_store.disk.index import IndexFailed
+from services.kv_store.disk.layout import MAX_STRIPE_SLOTS
 from services.kv_store.disk.segment_files import SYSTEM, System
 from services.kv_store.disk.settings import DiskSettings
 from services.kv_store.disk.volume import Volume
@@ -187,7 +188,7 @@ class DiskTier:
         """For each thread one, where it is worth it."""
         num_bytes = sum(len(block.into) * block.into[0].size for block in wanted)
         num_parts = max(1, min(self._settings.num_read_threads, num_bytes // SMALLEST_PART_BYTES))
-        step = max(1, -(-len(wanted) // num_parts))
+        step = max(1, -(-len(wanted) // (num_parts * MAX_STRIPE_SLOTS))) * MAX_STRIPE_SLOTS
         return [wanted[start : start + step] for start in range(0, len(wanted), step)]
 
     def _count(self, results: Sequence[ReadResult]) -> None:

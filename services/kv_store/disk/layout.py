@@ -4,7 +4,7 @@ Slots stand in stripes. A stripe holds layer 0 of all its blocks, then layer 1, 
 that were written together is one read, and all their layers follow one another.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.kv_store.disk.blocks import Shape
@@ -51,27 +51,8 @@ class Spot(NamedTuple):
     form: Form
 
 
-class Extent(NamedTuple):
-    """Neighbouring bytes: one layer of these of the spots, by their index, in this order."""
-
-    segment: int
-    offset: int
-    num_bytes: int
-    layer: int
-    members: Sequence[int]
-
-
-def extents_of(spots: Sequence[Spot], layers: range) -> Iterator[Extent]:
-    """What to read or write for these layers of all spots, in the files' order."""
-    for members in _neighbours(spots):
-        number, slot, form = spots[members[0]]
-        num_bytes = len(members) * form.layer_bytes
-        for layer in layers:
-            yield Extent(number, form.offset_of(slot, layer), num_bytes, layer, members)
-
-
-def _neighbours(spots: Sequence[Spot]) -> list[list[int]]:
-    """Indices of spots whose slots follow one another in one stripe."""
+def neighbours(spots: Sequence[Spot]) -> list[list[int]]:
+    """Indices of spots whose slots follow one another in one stripe: each layer of them is one piece."""
     groups: list[list[int]] = []
     expected: Place | None = None
     for index in sorted(range(len(spots)), key=spots.__getitem__):

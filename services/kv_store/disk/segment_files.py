@@ -18,8 +18,6 @@ log = structlog.get_logger()
 
 Rows = Sequence[NDArray[np.uint8]]
 
-MAX_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
-"""Buffers that one call may name."""
 _NAME = re.compile(r"(\d{8})-(\d+)x(\d+)x(\d+)\.kv")
 
 
@@ -107,11 +105,19 @@ class SegmentFiles:
         os.ftruncate(self._fds[number], num_bytes)
 
     def write(self, number: int, offset: int, rows: Rows) -> None:
-        """All rows one after another. Raises OSError; then some of it may be written."""
-        fd = self._fds[number]
+        """All rows, at most a stripe, one after another. Raises OSError; then some of it may be written.
+
+        The system may take less than all at a time.
+        """
         self._unsynced.add(number)
-        for start in range(0, len(rows), MAX_BUFFERS):
-            offset = self._write(fd, offset, rows[start : start + MAX_BUFFERS])
+        rest = list(rows)
+        while rest:
+            num_written = self._system.pwritev(self._fds[number], rest, offset)
+            offset += num_written
+            while rest and num_written >= rest[0].size:
+                num_written -= rest.pop(0).size
+            if rest and num_written:
+                rest[0] = rest[0][num_written:]
 
     @contextmanager
     def reading(self, forms: Mapping[int, Form]) -> Generator[dict[int, int | OSError]]:
@@ -130,16 +136,10 @@ class SegmentFiles:
                     opened[number] = error
             yield opened
 
-    def read(self, fd: int, offset: int, rows: Rows, num_bytes: int) -> bool:
-        """Fill all rows, `num_bytes` together; False where the file is too short. Raises OSError."""
-        if len(rows) <= MAX_BUFFERS:
-            # A regular file gives less than was asked for only at its end.
-            return self._system.preadv(fd, rows, offset) == num_bytes
-        half = len(rows) // 2
-        half_bytes = sum(row.size for row in rows[:half])
-        return self.read(fd, offset, rows[:half], half_bytes) and self.read(
-            fd, offset + half_bytes, rows[half:], num_bytes - half_bytes
-        )
+    def read(self, fd: int, offset: int, rows: Rows) -> bool:
+        """Fill all rows, of one size, at most a stripe; False where the file is too short. Raises OSError."""
+        # A regular file gives less than was asked for only at its end.
+        return self._system.preadv(fd, rows, offset) == len(rows) * rows[0].size
 
     def sync(self) -> None:
         """Returns when all written bytes are on the device. Raises OSError."""
@@ -152,15 +152,3 @@ class SegmentFiles:
         for number in list(self._fds):
             os.close(self._fds.pop(number))
         self._unsynced.clear()
-
-    def _write(self, fd: int, offset: int, rows: Rows) -> int:
-        """Returns the offset after the last byte. The system may take less than all at a time."""
-        rest = list(rows)
-        while rest:
-            num_written = self._system.pwritev(fd, rest, offset)
-            offset += num_written
-            while rest and num_written >= rest[0].size:
-                num_written -= rest.pop(0).size
-            if rest and num_written:
-                rest[0] = rest[0][num_written:]
-        return offset
