@@ -256,7 +256,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.num_asked = 0
         self.answered: Counter[int] = Counter()
         self.waiting: list[str] = []
-        self.held: dict[str, tuple[str, int]] = {}
+        self.held: dict[str, tuple[str, int, float]] = {}
         self.take(self.mesh.join())
 
     def take(self, answers: list[Answer]) -> None:
@@ -269,6 +269,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                 self.held[request_id] = (
                     answer.outcome.decode,
                     blocks_for(answer.ticket.place.num_tokens, 16),
+                    self.mesh.now,
                 )
             elif (
                 answer.outcome.reason is RefusalReason.OVERLOADED
@@ -300,8 +301,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.mesh.now += seconds
         self.take(self.mesh.admission.decide(self.mesh.now))
         # Placements nobody took up are forgotten by then, see above; the model forgets with them.
-        known = self.mesh.view.num_placements()
-        self.held = dict(list(self.held.items())[len(self.held) - known :])
+        self.held = {r: held for r, held in self.held.items() if held[2] + 5 > self.mesh.now}
 
     @rule()
     def hear(self) -> None:
@@ -312,7 +312,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.mesh.members = [
             worker(PREFILL if name == "p0" else DECODE, name) for name in ("p0", "d0", "d1") if name in alive
         ]
-        self.held = {r: (d, n) for r, (d, n) in self.held.items() if d in alive}
+        self.held = {r: held for r, held in self.held.items() if held[0] in alive}
         self.take(self.mesh.join())
 
     @invariant()
@@ -327,7 +327,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def no_pool_is_promised_twice(self) -> None:
         for incarnation in ("d0", "d1"):
             if hasattr(self, "mesh"):
-                assert sum(blocks for decode, blocks in self.held.values() if decode == incarnation) <= 10
+                assert sum(blocks for decode, blocks, _ in self.held.values() if decode == incarnation) <= 10
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase
