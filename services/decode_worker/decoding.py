@@ -162,6 +162,9 @@ class Decoding:
             if held is None:
                 continue
             by_gateway.setdefault(held.generation.gateway, []).append(_delta_of(token))
+            if not held.prefill and token.index == held.first_index:
+                self._metrics.cache_queries.inc(num_tokens(held.generation))
+                self._metrics.cache_hits.inc(token.num_cached_tokens)
             held.output_ids.append(token.token_id)
             if token.finish is not None:
                 self.answer_lengths.add(len(held.output_ids))

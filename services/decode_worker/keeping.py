@@ -13,6 +13,7 @@ import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
+from prometheus_client import Counter
 
 from libs.engine.engine import Engine
 from libs.engine.errors import EngineError
@@ -34,18 +35,19 @@ log = structlog.get_logger()
 class Keeping:
     """`finished` takes sequences in at once, `run` sees to them."""
 
-    def __init__(self, engine: Engine, stores: Stores, *, fingerprint: str, block_size: int) -> None:
-        self._engine, self._stores = engine, stores
+    def __init__(
+        self, engine: Engine, stores: Stores, not_kept: Counter, *, fingerprint: str, block_size: int
+    ) -> None:
+        self._engine, self._stores, self._not_kept = engine, stores, not_kept
         self._fingerprint, self._block_size = fingerprint, block_size
         self._waiting: deque[HeldSequence] = deque(maxlen=MAX_WAITING)
         self._came = asyncio.Event()
-        self.num_dropped = 0
-        """Sequences that nobody had time for."""
 
     def finished(self, held: HeldSequence) -> None:
         """It came to its own end. Of too many, the oldest is forgotten: its blocks go first anyway."""
         if self._stores.are_there and self._num_new_blocks(held):
-            self.num_dropped += len(self._waiting) == MAX_WAITING
+            if len(self._waiting) == MAX_WAITING:
+                self._not_kept.inc()
             self._waiting.append(held)
             self._came.set()
 

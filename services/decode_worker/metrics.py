@@ -30,3 +30,16 @@ class DecodeMetrics:
         self.failed = Counter(
             "kvmesh_requests_failed_total", "Sequences failed, by reason.", ["reason"], registry=registry
         )
+        self.cache_queries = Counter(
+            "kvmesh_prefix_cache_queries_total", "Tokens of prompts that ran here.", registry=registry
+        )
+        self.cache_hits = Counter(
+            "kvmesh_prefix_cache_hits_total",
+            "Those whose KV was found, here or in a store.",
+            registry=registry,
+        )
+        self.not_kept = Counter(
+            "kvmesh_finished_not_put_total",
+            "Finished sequences that were not put, because too many waited.",
+            registry=registry,
+        )

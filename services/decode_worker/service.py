@@ -142,7 +142,11 @@ class DecodeWorkerService:
         engine = Engine(model, engine_settings_of(settings, model), self._decoding)
         self._access = StoreAccess(runtime, transport, settings, model, engine, self._metrics.transfer_bytes)
         keeping = Keeping(
-            engine, self._access.stores, fingerprint=model.fingerprint, block_size=settings.block_size
+            engine,
+            self._access.stores,
+            self._metrics.not_kept,
+            fingerprint=model.fingerprint,
+            block_size=settings.block_size,
         )
         self._events = DeviceEvents(runtime, engine)
         own = OwnPrompts(self._decoding, engine, self._access.prefixes, block_size=settings.block_size)

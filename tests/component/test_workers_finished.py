@@ -150,6 +150,7 @@ async def test_an_instance_that_runs_prompts_itself_hits_what_others_put(
     result = "failed" if is_cut else "hit"
     assert both.gauge("kvmesh_store_lookups_total", result=result) == 1
     assert is_cut or alone.num_cached_tokens == 40
+    assert both.gauge("kvmesh_prefix_cache_hits_total") == alone.num_cached_tokens
     assert both.service.load().fetch_cost is not None
     await mesh.kill(store)
     await mesh.until_idle()

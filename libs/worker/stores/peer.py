@@ -9,7 +9,7 @@ import structlog
 
 from libs.bus.messages.presence import Presence
 from libs.bus.messages.store import FindPrefix, PrefixHeld
-from libs.bus.port import Bus, BusError, NoResponders, NotConnected
+from libs.bus.port import Bus, BusError, MessageTooLarge, NoResponders, NotConnected
 from libs.kv.tensors import BlockShape
 from libs.transport.port import LinkError, LinkLost, Transport
 from libs.worker.stores.metrics import StoreMetrics
@@ -67,7 +67,7 @@ class StorePeer:
             answer = await self._bus.request(
                 question, to=self.presence.incarnation, timeout_seconds=timeout_seconds
             )
-        except (NoResponders, NotConnected) as error:
+        except (MessageTooLarge, NoResponders, NotConnected) as error:
             # Told at once, so asking again costs nobody anything.
             log.info("store_not_asked", store=self.presence.name, reason=str(error))
             return None
