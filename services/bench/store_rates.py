@@ -10,7 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -170,7 +170,7 @@ async def _bare_rate(link: Link, frame_bytes: int) -> float:
 
 
 @asynccontextmanager
-async def _store(nats_server: str) -> AsyncIterator[str]:
+async def _store(nats_server: str) -> AsyncGenerator[str]:
     """A store process; its Links' address."""
     environment = os.environ | {"KVMESH_LINK_SECRET": SECRET.decode(), "NATS_SERVER": nats_server}
     flags = ("--name", "bench-store", "--memory-gib", "0.5", "--log-level", "error")
@@ -199,7 +199,7 @@ async def _ready_address(bus: NatsBus) -> str:
 
 
 @asynccontextmanager
-async def _link_peer() -> AsyncIterator[str]:
+async def _link_peer() -> AsyncGenerator[str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "libs.transport.bench_peer", "ucx", stdout=asyncio.subprocess.PIPE
     )

@@ -105,10 +105,9 @@ class DiskWriter:
         """Returns when nothing waits any more; as the policy says, all that memory alone has goes before."""
         if is_written_at_the_end(self._policy):
             self._sweep = self._blocks.tree.members(MEMORY)
+        self._is_idle.clear()
         self._is_due.set()
-        while self._has_work():
-            self._is_idle.clear()
-            await self._is_idle.wait()
+        await self._is_idle.wait()
 
     async def run(self) -> NoReturn:
         """For ever."""

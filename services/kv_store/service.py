@@ -18,6 +18,7 @@ from services.kv_store.disk.errors import FolderUnusable
 from services.kv_store.disk.settings import SMALLEST_CAP_BYTES
 from services.kv_store.metrics import KvStoreMetrics
 from services.kv_store.peer import Peer
+from services.kv_store.readings import read_disk, read_memory
 from services.kv_store.settings import KvStoreSettings
 from services.kv_store.store import GIB, Store, open_disk
 from services.kv_store.token_bucket import TokenBucket
@@ -59,7 +60,9 @@ class KvStoreService:
             raise SettingsError(str(error)) from error
         self._store = store
         self._transport = transport = self._open_transport(self._settings, runtime)
-        declare(self._metrics, store, transport)
+        self._metrics.num_links.set_function(transport.num_open_links)
+        read_memory(self._metrics, store)
+        read_disk(self._metrics, store)
         self._listener = await transport.listen(self._settings.link_host)
         runtime.spawn("accept", self._accept(self._listener, store))
         self._subscriptions = [
@@ -132,56 +135,3 @@ class KvStoreService:
         for number, tier in ((MEMORY, Tier.DRAM), (DISK, Tier.DISK)):
             for names in self._store.blocks.tree.members(number):
                 yield tier, names
-
-
-def declare(metrics: KvStoreMetrics, store: Store, transport: Transport) -> None:
-    """Let the metrics read the store."""
-    blocks, disk = store.blocks, store.disk
-    tree, slab = blocks.tree, blocks.slab
-    metrics.num_blocks.set_function(lambda: len(tree))
-    metrics.num_staged.set_function(lambda: blocks.num_staged)
-    metrics.used_bytes.set_function(lambda: slab.num_used_bytes)
-    metrics.cache_usage.set_function(lambda: slab.num_used_bytes / slab.budget_bytes)
-    metrics.num_links.set_function(transport.num_open_links)
-    metrics.tier_blocks.labels("dram").set_function(lambda: tree.num_in(MEMORY))
-    metrics.tier_bytes.labels("dram").set_function(lambda: slab.num_used_bytes)
-    metrics.tier_capacity.labels("dram").set(slab.budget_bytes)
-    metrics.count_from(
-        "store_evicted_blocks_total",
-        "Blocks that went for others, from either tier.",
-        lambda: {"": sum(blocks.num_evicted.values())},
-    )
-    metrics.count_from(
-        "store_tier_evicted_blocks_total",
-        "Blocks that went from a tier for others.",
-        lambda: {"dram": blocks.num_evicted[MEMORY], "disk": blocks.num_evicted[DISK]},
-        "tier",
-    )
-    if disk is not None and store.loader is not None and store.writer is not None:
-        loader, writer, counts = store.loader, store.writer, disk.counts
-        metrics.num_loading.set_function(lambda: loader.num_loading)
-        metrics.num_waiting.set_function(lambda: writer.num_waiting)
-        metrics.tier_blocks.labels("disk").set_function(lambda: tree.num_in(DISK))
-        metrics.tier_bytes.labels("disk").set_function(lambda: disk.num_file_bytes)
-        metrics.tier_capacity.labels("disk").set(disk.cap_bytes)
-        metrics.disk_paused.set_function(lambda: float(disk.is_paused))
-        metrics.count_from(
-            "store_disk_reads_total",
-            "Blocks read from disk, a layer group each, by result: read, missing, corrupt, failed.",
-            lambda: {
-                "read": counts.num_read,
-                "missing": counts.num_missing,
-                "corrupt": counts.num_corrupt,
-                "failed": counts.num_failed,
-            },
-            "result",
-        )
-        metrics.count_from(
-            "store_disk_writes_total",
-            "Blocks written to disk, or not: no room, paused, or too many waited.",
-            lambda: {"written": counts.num_written, "skipped": writer.num_skipped},
-            "result",
-        )
-        metrics.count_from(
-            "store_disk_write_errors_total", "Writes the disk refused.", lambda: {"": counts.num_write_errors}
-        )

@@ -1,0 +1,62 @@
+"""Lets the metrics read what the store counts itself."""
+
+from libs.kv.block_tree import DISK, MEMORY
+from services.kv_store.metrics import KvStoreMetrics
+from services.kv_store.store import Store
+
+
+def read_memory(metrics: KvStoreMetrics, store: Store) -> None:
+    """What can be found, and the tier in memory."""
+    blocks, tree, slab = store.blocks, store.blocks.tree, store.blocks.slab
+    metrics.num_blocks.set_function(lambda: len(tree))
+    metrics.num_staged.set_function(lambda: blocks.num_staged)
+    metrics.used_bytes.set_function(lambda: slab.num_used_bytes)
+    metrics.cache_usage.set_function(lambda: slab.num_used_bytes / slab.budget_bytes)
+    metrics.tier_blocks.labels("dram").set_function(lambda: tree.num_in(MEMORY))
+    metrics.tier_bytes.labels("dram").set_function(lambda: slab.num_used_bytes)
+    metrics.tier_capacity.labels("dram").set(slab.budget_bytes)
+    metrics.count_from(
+        "store_evicted_blocks_total",
+        "Blocks that went for others, from either tier.",
+        lambda: {"": sum(blocks.num_evicted.values())},
+    )
+    metrics.count_from(
+        "store_tier_evicted_blocks_total",
+        "Blocks that went from a tier for others.",
+        lambda: {"dram": blocks.num_evicted[MEMORY], "disk": blocks.num_evicted[DISK]},
+        "tier",
+    )
+
+
+def read_disk(metrics: KvStoreMetrics, store: Store) -> None:
+    """The tier on disk, if there is one."""
+    disk, loader, writer, tree = store.disk, store.loader, store.writer, store.blocks.tree
+    if disk is None or loader is None or writer is None:
+        return
+    counts = disk.counts
+    metrics.num_loading.set_function(lambda: loader.num_loading)
+    metrics.num_waiting.set_function(lambda: writer.num_waiting)
+    metrics.tier_blocks.labels("disk").set_function(lambda: tree.num_in(DISK))
+    metrics.tier_bytes.labels("disk").set_function(lambda: disk.num_file_bytes)
+    metrics.tier_capacity.labels("disk").set(disk.cap_bytes)
+    metrics.disk_paused.set_function(lambda: float(disk.is_paused))
+    metrics.count_from(
+        "store_disk_reads_total",
+        "Blocks read from disk, each layer group for itself, by result: read, missing, corrupt, failed.",
+        lambda: {
+            "read": counts.num_read,
+            "missing": counts.num_missing,
+            "corrupt": counts.num_corrupt,
+            "failed": counts.num_failed,
+        },
+        "result",
+    )
+    metrics.count_from(
+        "store_disk_writes_total",
+        "Blocks written to disk, or skipped: no room, paused, or too many waited.",
+        lambda: {"written": counts.num_written, "skipped": writer.num_skipped},
+        "result",
+    )
+    metrics.count_from(
+        "store_disk_write_errors_total", "Writes the disk refused.", lambda: {"": counts.num_write_errors}
+    )
