@@ -24,6 +24,7 @@ from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 from services.bench.figures import Figure
 from services.bench.mesh_overhead import random_prompt
+from services.bench.overlap_mesh import MeshOverlap, Prompts, measure_mesh_overlap
 
 NUM_TOKENS = 2048
 NUM_HELD_TOKENS = 1536
@@ -169,4 +170,27 @@ def measure_overlap(say: Callable[[str], None]) -> list[Figure]:
             Figure(name, measured, "ms", predicted, "formula"),
             Figure(f"{name}: above the formula", 100 * runs.excess, "%", at_most=aim),
         ]
-    return figures
+    say(f"the same in the mesh, its store throttled to {AIMED_RATIO:g} x compute")
+    fetch = AIMED_RATIO * hidden / 1e3 / model.config.num_layers
+    return figures + _in_mesh(asyncio.run(measure_mesh_overlap(_prompts(model), fetch, NUM_ROUNDS)))
+
+
+def _prompts(model: Model) -> Prompts:
+    config, block_size = model.config, EngineSettings(max_model_len=1).block_size
+    layer_block_bytes = 2 * config.num_kv_heads * block_size * config.head_dim * model.dtype.itemsize
+    return Prompts(
+        NUM_TOKENS, NUM_HELD_TOKENS, config.vocab_size, block_size, layer_block_bytes, config.num_layers
+    )
+
+
+def _in_mesh(runs: MeshOverlap) -> list[Figure]:
+    name, predicted = "TTFT in the mesh, prefix at the store", runs.predicted_seconds()
+    pairs = zip(runs.fetched_seconds, predicted, strict=True)
+    excess = statistics.median(measured / expected for measured, expected in pairs) - 1
+    measured_ms = statistics.median(runs.fetched_seconds) * 1e3
+    num_fetched = statistics.median(runs.num_cached_tokens)
+    return [
+        Figure(name, measured_ms, "ms", statistics.median(predicted) * 1e3, "formula"),
+        Figure(f"{name}: above the formula", 100 * excess, "%", at_most=MOST_EXCESS_PERCENT),
+        Figure(f"{name}: not computed", num_fetched, "tokens", NUM_HELD_TOKENS, "held"),
+    ]

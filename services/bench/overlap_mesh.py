@@ -1,0 +1,87 @@
+"""The same overlap through HTTP, a real store whose sending is throttled, and Links.
+
+The prefill worker's pool holds hardly more than one prompt, so that another one in between drives the prefix
+out: then it comes from the store.
+"""
+
+import random
+import time
+from dataclasses import dataclass, field
+
+import httpx
+
+from libs.cost.overlap import overlapped_seconds
+from services.bench.mesh_overhead import random_prompt, running_mesh
+
+NUM_SPARE_BLOCKS = 3
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is asked: a prefix that is held, and new tokens behind it."""
+
+    num_tokens: int
+    num_held_tokens: int
+    vocab_size: int
+    block_size: int
+    layer_block_bytes: int
+    """One block of one layer."""
+    num_layers: int
+
+
+@dataclass
+class MeshOverlap:
+    """Runs of one throttle: with the prefix here, and with it at the store."""
+
+    fetch_seconds_per_layer: float
+    num_layers: int
+    here_seconds: list[float] = field(default_factory=list[float])
+    fetched_seconds: list[float] = field(default_factory=list[float])
+    num_cached_tokens: list[int] = field(default_factory=list[int])
+    """Of the runs with the prefix at the store; fewer than are held where a part was computed instead."""
+
+    def predicted_seconds(self) -> list[float]:
+        """By the formula, where a run with the prefix here tells the compute."""
+        layers = self.num_layers
+        return [
+            overlapped_seconds(self.fetch_seconds_per_layer, here / layers, layers)
+            for here in self.here_seconds
+        ]
+
+
+async def measure_mesh_overlap(prompts: Prompts, fetch_seconds: float, num_rounds: int) -> MeshOverlap:
+    """A mesh whose store sends one layer of the held prefix in `fetch_seconds`; one prompt at a time."""
+    held_blocks = prompts.num_held_tokens // prompts.block_size
+    rate = held_blocks * prompts.layer_block_bytes / fetch_seconds
+    num_blocks = prompts.num_tokens // prompts.block_size + 1 + NUM_SPARE_BLOCKS
+    source = random.Random(4)
+    prefix = random_prompt(prompts.num_held_tokens, prompts.vocab_size, source)
+
+    def prompt(begin: list[int]) -> list[int]:
+        return begin + random_prompt(prompts.num_tokens - len(begin), prompts.vocab_size, source)
+
+    overlap = MeshOverlap(fetch_seconds, prompts.num_layers)
+    flags = ("--dtype", "bfloat16", "--threads", "1", "--num-blocks", str(num_blocks))
+    with running_mesh(*flags, "--fetch-bytes-per-second", f"{rate:.0f}") as url:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            model = (await client.get("/v1/models")).json()["data"][0]["id"]
+            await _first_token(client, model, prompt(prefix))
+            for number in range(num_rounds + 1):
+                await _first_token(client, model, prompt([]))
+                fetched, num_cached = await _first_token(client, model, prompt(prefix))
+                here, _ = await _first_token(client, model, prompt(prefix))
+                if number:  # the first one teaches the mesh what fetching and computing cost
+                    overlap.fetched_seconds.append(fetched)
+                    overlap.here_seconds.append(here)
+                    overlap.num_cached_tokens.append(num_cached)
+    return overlap
+
+
+async def _first_token(client: httpx.AsyncClient, model: str, prompt: list[int]) -> tuple[float, int]:
+    """Seconds until it is there, and how many tokens of the prompt were not computed."""
+    body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": 1, "ignore_eos": True}
+    began = time.perf_counter()
+    response = await client.post("/v1/completions", json=body)
+    seconds = time.perf_counter() - began
+    response.raise_for_status()
+    return seconds, response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
