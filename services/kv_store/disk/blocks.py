@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +11,7 @@ Shape = tuple[int, int]
 """Layers, and bytes of one block in one layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class DiskBlock:
+class DiskBlock(NamedTuple):
     """A block that lies on disk. `parent` is b"" at the start of a chain."""
 
     name: bytes

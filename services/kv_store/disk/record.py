@@ -6,7 +6,8 @@ checksum (u64) per layer.
 """
 
 import struct
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,7 @@ class RecordUnreadable(Exception):
     """These bytes are no record of this version."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """`order` rises with every write, so that of two claims to a slot the later one is known."""
 
     spot: Spot
@@ -32,6 +32,12 @@ class Record:
     written_at_unix: float
     num_hits: int
     checksums: NDArray[np.uint64]
+
+
+@lru_cache(maxsize=256)
+def _form(num_layers: int, layer_bytes: int, stripe_slots: int) -> Form:
+    """Millions of records share a few of them."""
+    return Form(num_layers, layer_bytes, stripe_slots)
 
 
 def encode_record(record: Record) -> bytes:
@@ -61,7 +67,7 @@ def decode_record(body: bytes, *, with_checksums: bool = True) -> Record:
     if not num_layers or not layer_bytes or not stripe_slots or len(body) != checksums_at + 8 * num_layers:
         raise RecordUnreadable(f"{len(body)} bytes for {num_layers} layers of {layer_bytes} bytes")
     return Record(
-        Spot(segment, slot, Form(num_layers, layer_bytes, stripe_slots)),
+        Spot(segment, slot, _form(num_layers, layer_bytes, stripe_slots)),
         body[_HEAD.size : checksums_at],
         order,
         written_at,
