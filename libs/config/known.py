@@ -6,7 +6,18 @@ A unit test walks all services' settings and says what to add.
 """
 
 KNOWN_TABLES = frozenset(
-    {"mesh", "gateway", "router", "prefill_worker", "decode_worker", "kv_store", "up", "cli", "bench"}
+    {
+        "mesh",
+        "gateway",
+        "router",
+        "prefill_worker",
+        "decode_worker",
+        "kv_store",
+        "up",
+        "cli",
+        "bench",
+        "simulator",
+    }
 )
 
 KNOWN_FIELDS = frozenset(
