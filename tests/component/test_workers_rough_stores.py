@@ -1,0 +1,124 @@
+"""Many prompts that share prefixes, over stores that lose, corrupt, hold back and die: every answer is right,
+and nothing stays."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tampered_links import tampering
+from workers_gateway import Gateway, Stream
+from workers_mesh import Hosted, WorkersMesh, prompt_of, running_mesh
+from workers_reference import Reference
+
+from libs.kv import layer_groups
+from libs.transport.frames import Fetched, FetchMissed, FrameHeader, PutLayer
+from libs.transport.port import Bytes
+
+NUM_PROMPTS, NUM_AT_ONCE = 60, 8
+MAX_TOKENS = 12
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[WorkersMesh]:
+    async with running_mesh() as mesh:
+        yield mesh
+
+
+@pytest.fixture(autouse=True)
+def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model's layers would all share a frame."""
+    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)
+
+
+class Rough:
+    """What a Link does to frames of KV, by chance."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+
+    def tamper(self, header: FrameHeader, body: Bytes | None) -> Any:
+        if not isinstance(header, Fetched | FetchMissed | PutLayer):
+            return True
+        draw = self._chance.random()
+        if draw < 0.03 and body is not None and body.size:
+            body[self._chance.randrange(body.size)] ^= 1 << self._chance.randrange(8)
+        elif draw < 0.05 and isinstance(header, Fetched):
+            return False
+        elif draw < 0.2:
+            return asyncio.sleep(self._chance.random() * 0.05)
+        return True
+
+
+def prompts(chance: random.Random) -> list[list[int]]:
+    """Turns of a few chats: each begins with what some other began with."""
+    roots = [prompt_of(140, seed=seed) for seed in range(4)]
+    return [
+        chance.choice(roots)[: chance.choice((60, 140))] + prompt_of(chance.randrange(1, 60), seed=number)
+        for number in range(NUM_PROMPTS)
+    ]
+
+
+async def start(mesh: WorkersMesh, rough: Rough) -> list[Hosted]:
+    for name in ("store-0", "store-1"):
+        await mesh.store(name, wrap=tampering(rough.tamper))
+    hurried = {"store_fetch_timeout_seconds": 0.3}
+    workers = [
+        await mesh.prefill(f"prefill-{n}", wrap=tampering(rough.tamper), num_blocks=160, **hurried)
+        for n in range(2)
+    ]
+    for number in range(2):
+        await mesh.decode(f"decode-{number}", num_blocks=600, store_finished=True, **hurried)
+    return workers
+
+
+async def ask(gateway: Gateway, mesh: WorkersMesh, prompt: list[int], chance: random.Random) -> Stream | None:
+    """None: aborted on the way."""
+    prefill, decode = chance.choice(("prefill-0", "prefill-1")), chance.choice(("decode-0", "decode-1"))
+    where = {"prefill": mesh.hosted[prefill].incarnation, "decode": mesh.hosted[decode].incarnation}
+    stream = await gateway.begin(gateway.generation(prompt, max_tokens=MAX_TOKENS), **where)
+    if chance.random() < 0.15:
+        await asyncio.sleep(chance.random() * 0.05)
+        await gateway.abort(stream)
+        return None
+    return await stream.end()
+
+
+async def restart_stores(mesh: WorkersMesh, rough: Rough, chance: random.Random) -> None:
+    while True:
+        await asyncio.sleep(0.3)
+        name = chance.choice(("store-0", "store-1"))
+        await mesh.kill(mesh.hosted[name])
+        await asyncio.sleep(0.1)
+        await mesh.store(name, wrap=tampering(rough.tamper))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_answers_are_right_whatever_stores_and_their_links_do(mesh: WorkersMesh, seed: int) -> None:
+    chance = random.Random(seed)
+    rough = Rough(chance)
+    gateway = await mesh.gateway()
+    workers = await start(mesh, rough)
+    wanted = prompts(chance)
+    seats = asyncio.Semaphore(NUM_AT_ONCE)
+
+    async def one(prompt: list[int]) -> Stream | None:
+        async with seats:
+            return await ask(gateway, mesh, prompt, chance)
+
+    restarting = asyncio.create_task(restart_stores(mesh, rough, chance))
+    async with asyncio.timeout(60):
+        answers = await asyncio.gather(*(one(prompt) for prompt in wanted))
+    restarting.cancel()
+    await asyncio.gather(restarting, return_exceptions=True)
+    async with Reference() as reference:
+        for answer in filter(None, answers):
+            expected = await reference.tokens(answer.generation)
+            assert answer.failure is None
+            assert answer.tokens == [token.token_id for token in expected]
+    results = ("hit", "failed", "corrupt", "missed", "none", "unwanted")
+    counts = {r: sum(w.gauge("kvmesh_store_lookups_total", result=r) for w in workers) for r in results}
+    assert counts["hit"] > 0, counts
+    assert counts["failed"] + counts["corrupt"] + counts["missed"] > 0, counts
+    await mesh.until_idle()
