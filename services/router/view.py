@@ -54,6 +54,8 @@ class ClusterView:
         present = {member.incarnation: member for member in members if member.kind in WORKERS}
         for incarnation in self.instances.rows.keys() - present.keys():
             self.instances.remove(incarnation)
+            for placement in self._placements.values():  # it may come back, and has nothing of them then
+                placement.shares.pop(incarnation, None)
         # By name, so that no choice depends on who was heard first.
         for presence in sorted(present.values(), key=lambda p: (p.name, p.incarnation)):
             row = self.instances.rows.get(presence.incarnation)

@@ -85,6 +85,16 @@ def test_a_report_counts_a_placement_at_its_own_instance_alone() -> None:
     assert not known.num_pending[[row_of(view, "a"), row_of(view, "b")]].any()
 
 
+def test_a_worker_that_was_out_of_sight_comes_back_without_what_was_placed_on_it() -> None:
+    view = view_with("a")
+    view.place("r", {"a": Share(5, 2, 1.0)}, 0.0)
+    view.set_members([])
+    view.set_members([presence("a")])
+    view.place("s", {"a": Share(5, 2, 1.0)}, 1.0)
+    view.withdraw("r")
+    assert view.instances.num_pending[row_of(view, "a")] == 1
+
+
 def test_work_is_what_the_worker_says_and_at_least_what_its_waiting_tokens_cost() -> None:
     view = view_with("a", "b")
     cost = PrefillCost(0.0, 0.01, 0.0)
@@ -129,6 +139,7 @@ class ViewMachine(RuleBasedStateMachine):
         super().__init__()
         self.view = ClusterView(stale_after_seconds=3, placement_seconds=5, max_placements=8)
         self.alive: dict[str, str] = {}
+        self.hidden = ""
         self.sent: dict[str, dict[str, Share]] = {}
         self.number = 0
         self.now = 0.0
@@ -137,14 +148,25 @@ class ViewMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"))
     def start(self, name: str) -> None:
+        self.die(name)
         self.number += 1
         self.alive[name] = f"{name}-{self.number}"
         self.tell()
 
     @rule(name=st.sampled_from("abc"))
     def die(self, name: str) -> None:
-        self.alive.pop(name, None)
-        self.tell()
+        if name in self.alive:
+            self.hidden = self.alive.pop(name)
+            self.tell()
+            for shares in self.sent.values():
+                shares.pop(self.hidden, None)
+
+    @rule()
+    def come_back(self) -> None:
+        name = self.hidden.partition("-")[0]
+        if name and name not in self.alive:
+            self.alive[name] = self.hidden
+            self.tell()
 
     @rule(tokens=st.integers(0, 100), blocks=st.integers(0, 9), seconds=st.floats(0, 3))
     def place(self, tokens: int, blocks: int, seconds: float) -> None:
