@@ -112,7 +112,8 @@ class Loader:
         if not on_disk.size:
             return on_disk
         is_wanted = self._blocks.tree.shape[on_disk] == self._blocks.tree.shape[on_disk[0]]
-        fresh = [node for node in on_disk[is_wanted].tolist() if node not in self._loads]
+        once = dict.fromkeys(on_disk[is_wanted].tolist())
+        fresh = [node for node in once if node not in self._loads]
         return np.array(fresh, dtype=np.int64)
 
     def _begin(self, nodes: Nodes, now: float, *, spares_leased: bool) -> bool:

@@ -143,6 +143,17 @@ async def test_all_who_want_a_block_share_one_reading_of_it() -> None:
         assert scene.num_promoted == 4
 
 
+@pytest.mark.parametrize("memory_blocks", [2, 8])
+async def test_a_block_asked_for_twice_is_loaded_once_and_sent_twice(memory_blocks: int) -> None:
+    async with scene_of(memory_blocks, num_blocks=3) as scene:
+        twice = np.tile(scene.blocks.find([name(1), name(2), name(3)], 0.0, 0.0).nodes, 2)
+        scene.loader.prefetch(twice, 0.0)
+        scene.disk.allow()
+        assert await scene.fetch(1, 2, 3, 3, 1)
+        await asyncio.gather(*scene.tasks)
+        assert await scene.fetch(1, 1, 1)
+
+
 @pytest.mark.parametrize("bad_layer", range(NUM_LAYERS))
 async def test_a_block_lost_on_its_way_ends_the_fetch_and_takes_what_follows_along(bad_layer: int) -> None:
     async with scene_of(memory_blocks=8, num_blocks=4) as scene:
