@@ -19,6 +19,7 @@ from libs.engine.errors import EngineClosed, EngineDied
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
 from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
+from libs.kv.layer_groups import layers_per_frame
 from libs.request.outcome import FailureReason
 
 _MAX_POSTED = 64
@@ -83,6 +84,8 @@ class EngineThread:
         self._room = threading.BoundedSemaphore(_MAX_POSTED)
         self._core: EngineCore | None = None
         self._is_stopping = False
+        self._leaving: list[LayerOutput] = []
+        self._num_leaving_layers = self._num_layers = 0
         # A daemon: a process whose event loop ended without `close` must be able to exit.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -112,7 +115,7 @@ class EngineThread:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)  # of this thread: OpenMP keeps the count per thread
             core = self._open_core(self._layers_done, self._write_between_layers)
-            self._core = core
+            self._core, self._num_layers = core, core.model.config.num_layers
             self.load = core.load()
             self._post(Post(has_opened=True))
             self._serve(core)
@@ -141,6 +144,7 @@ class EngineThread:
             self.load = core.load()
             self._post(
                 Post(
+                    layers=self._take_leaving(),
                     tokens=step.tokens,
                     prompts_done=step.prompts_done,
                     failed=step.failed,
@@ -173,7 +177,17 @@ class EngineThread:
             post.answers.append((command.answer, result, refusal))
 
     def _layers_done(self, outputs: list[LayerOutput]) -> None:
-        self._post(Post(layers=outputs))
+        """Layers that share a frame share a call: each call costs this thread the GIL for a while."""
+        self._leaving += outputs
+        self._num_leaving_layers += 1
+        layer_bytes = sum(output.blocks.nbytes for output in outputs)
+        is_last = outputs[-1].layer == self._num_layers - 1
+        if is_last or self._num_leaving_layers >= layers_per_frame(self._num_layers, layer_bytes):
+            self._post(Post(layers=self._take_leaving()))
+
+    def _take_leaving(self) -> list[LayerOutput]:
+        leaving, self._leaving, self._num_leaving_layers = self._leaving, [], 0
+        return leaving
 
     def _write_between_layers(self) -> None:
         if not self.mailbox or self._core is None:
