@@ -92,3 +92,22 @@ def test_kv_goes_from_a_gpu_engine_to_another() -> None:
     assert alone.reserve(asked, "r4", whole_prompt=True) is not None
     alone.begin("r4", num_computed_tokens=0)
     assert [step.prompts_done[0].token_id, *run(decode)["r4"]] == run(alone)["r4"]
+
+
+def test_kv_arrives_on_the_gpu_while_its_prompt_runs() -> None:
+    outputs: list[LayerOutput] = []
+    source, core, alone = core_on("cuda", outputs), core_on("cuda"), core_on("cuda")
+    asked, num_awaited = generation(4), 4
+    for one in (source, core, alone):
+        assert one.reserve(asked, "r4", whole_prompt=True) is not None
+    source.begin("r4", num_computed_tokens=0, hand_over=True)
+    while not source.step().prompts_done:
+        pass
+    alone.begin("r4", num_computed_tokens=0)
+    core.begin("r4", num_computed_tokens=num_awaited * 16, awaits_kv=True)
+    told: list[int] = []
+    for output in sorted(outputs, key=lambda one: (one.layer, -one.first_block)):
+        blocks = output.blocks[: num_awaited - output.first_block]
+        assert core.write_blocks("r4", output.layer, output.first_block, blocks.cpu())
+        told += [token.token_id for token in core.step().tokens]
+    assert told + run(core)["r4"] == run(alone)["r4"]

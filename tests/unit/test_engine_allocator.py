@@ -31,6 +31,26 @@ def test_a_released_named_block_is_free_and_still_found() -> None:
     assert allocator.num_used == 1
 
 
+def test_changes_of_names_are_told_once_and_only_where_something_changed() -> None:
+    allocator = BlockAllocator(1)
+
+    def evict_and_name(name: bytes) -> None:
+        (block,) = allocator.allocate(1)
+        allocator.name(block, name)
+        allocator.release([block])
+
+    evict_and_name(b"a")
+    evict_and_name(b"b")
+    assert allocator.take_changes() == ([b"b"], [])
+    assert allocator.take_changes() == ([], [])
+    evict_and_name(b"c")
+    evict_and_name(b"b")
+    assert allocator.take_changes() == ([], [])
+    allocator.forget_cached()
+    assert allocator.take_changes() == ([], [b"b"])
+    assert not allocator.names()
+
+
 def test_only_the_longest_unbroken_prefix_is_found() -> None:
     allocator = BlockAllocator(3)
     blocks = allocator.allocate(3)
