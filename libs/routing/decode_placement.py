@@ -2,29 +2,31 @@
 
 import numpy as np
 
-from libs.routing.candidates import DecodeCandidates, Draw, Ints
+from libs.routing.candidates import DecodeCandidates, Draw, Floats, Ints
 
 NEAR_SHARE = 0.01
 """Of a pool. Candidates this close count as equal, for the same reasons as in `policies`."""
 
 
-def blocks_for(num_tokens: int, block_size: int) -> int:
+def blocks_for(num_tokens: int | Ints, block_size: Ints) -> Ints:
     """Blocks that so many tokens and the one that comes next take."""
-    return num_tokens // block_size + 1
+    blocks: Ints = num_tokens // block_size + 1
+    return blocks
 
 
-def expected_output_tokens(max_new_tokens: int, mean_output_tokens: float, cap: int) -> int:
-    """How long the answer will be: its upper bound, or what answers took on average if that is less, and
-    `cap` at most. A mean of 0 is not known yet: then nothing is expected, so that nothing is held back."""
-    return int(min(max_new_tokens, mean_output_tokens, cap))
+def expected_output_tokens(mean_output_tokens: Floats, at_most: int) -> Ints:
+    """How long an answer will be: what answers took on average, and `at_most`. A mean of 0 is not known yet:
+    then nothing is expected, so that nothing is held back."""
+    expected: Ints = np.minimum(mean_output_tokens, at_most).astype(np.int64)
+    return expected
 
 
 def expected_growth_blocks(
-    num_running: Ints, num_beginning: Ints, mean_output_tokens: Ints, block_size: Ints
+    num_running: Ints, num_beginning: Ints, num_output_tokens: Ints, block_size: Ints
 ) -> Ints:
     """Blocks that the sequences of each instance will yet take: those running are halfway on average, and
     each needs one more at least."""
-    whole = mean_output_tokens // block_size
+    whole = num_output_tokens // block_size
     growth: Ints = num_running * np.maximum(whole // 2, 1) + num_beginning * np.maximum(whole, 1)
     return growth
 

@@ -52,6 +52,7 @@ class Matching:
         if not len(with_partner(decodes, prefills, known, anybody, anybody)):
             return Obstacle.NO_PAIR
         fits = could_hold(place, known)
+        prefills = prefills[fits[prefills]]  # too small for it: as if they were not there
         if not len(with_partner(decodes, prefills, known, fits, fits)):
             return Obstacle.TOO_LONG
         seated = fits & has_seat(known)

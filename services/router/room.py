@@ -5,7 +5,7 @@ import numpy as np
 from libs.bus.messages.generation import Place
 from libs.bus.messages.presence import ServiceKind
 from libs.routing.candidates import Ints
-from libs.routing.decode_placement import expected_growth_blocks
+from libs.routing.decode_placement import blocks_for, expected_growth_blocks, expected_output_tokens
 from services.router.instances import Bools, Instances
 from services.router.view import ClusterView
 
@@ -28,7 +28,7 @@ def usable(place: Place, arrived_at: float, kind: ServiceKind, view: ClusterView
 def could_hold(place: Place, known: Instances) -> Bools:
     """Who could hold the prompt and one token more if it were empty."""
     in_context = (known.max_model_len == 0) | (place.num_tokens < known.max_model_len)
-    fits: Bools = in_context & (place.num_tokens // known.block_size + 1 <= known.num_blocks)
+    fits: Bools = in_context & (blocks_for(place.num_tokens, known.block_size) <= known.num_blocks)
     return fits
 
 
@@ -51,8 +51,8 @@ def waiting_tokens(known: Instances) -> Ints:
 def needed_blocks(place: Place, known: Instances, max_expected_output_tokens: int) -> Ints:
     """Blocks for the prompt and for the answer that is to be expected, within what the pool has at all."""
     most = min(place.max_new_tokens, max_expected_output_tokens)
-    expected = np.minimum(known.mean_output_tokens, most).astype(np.int64)
-    needed: Ints = np.minimum((place.num_tokens + expected) // known.block_size + 1, known.num_blocks)
+    num_tokens = place.num_tokens + expected_output_tokens(known.mean_output_tokens, most)
+    needed: Ints = np.minimum(blocks_for(num_tokens, known.block_size), known.num_blocks)
     return needed
 
 
@@ -61,7 +61,7 @@ def free_blocks(known: Instances, max_expected_output_tokens: int) -> Ints:
     growth = expected_growth_blocks(
         known.num_running,
         known.num_beginning,
-        np.minimum(known.mean_output_tokens, max_expected_output_tokens).astype(np.int64),
+        expected_output_tokens(known.mean_output_tokens, max_expected_output_tokens),
         known.block_size,
     )
     return known.num_blocks - known.num_used_blocks - known.num_pending_blocks - growth

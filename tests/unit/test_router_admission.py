@@ -10,7 +10,6 @@ from libs.bus.messages.generation import Place, Placed, Refused
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.kv_events.view import KvView
 from libs.request.outcome import RefusalReason
-from libs.routing.decode_placement import blocks_for
 from libs.routing.policies import POLICIES
 from services.router.admission import Admission, AdmissionRules, Answer
 from services.router.choosing import Choosing
@@ -268,7 +267,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                 placed.append(request_id)
                 self.held[request_id] = (
                     answer.outcome.decode,
-                    blocks_for(answer.ticket.place.num_tokens, 16),
+                    answer.ticket.place.num_tokens // 16 + 1,
                     self.mesh.now,
                 )
             elif (

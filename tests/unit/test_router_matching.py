@@ -160,19 +160,19 @@ class Reading:
         queue = worker.load.num_waiting_tokens
         return self.fits(worker) and self.has_seat(worker) and queue < MAX_WAITING_TOKENS
 
-    def pairs(self) -> set[tuple[Worker, Worker]]:
+    def pairs(self, usable: list[Worker]) -> set[tuple[Worker, Worker]]:
         pairs: set[tuple[Worker, Worker]] = set()
-        for decode in (w for w in self.usable if w.kind is DECODE):
-            prefills = {w for w in self.usable if w.kind is PREFILL and w.fingerprint == decode.fingerprint}
+        for decode in (w for w in usable if w.kind is DECODE):
+            prefills = {w for w in usable if w.kind is PREFILL and w.fingerprint == decode.fingerprint}
             runners = prefills or ({decode} if decode.runs_prompts else set())
             pairs |= {(runner, decode) for runner in runners}
         return pairs
 
     def expected(self) -> Obstacle | set[tuple[str, str]]:
-        pairs = self.pairs()
-        if not pairs:
+        if not self.pairs(self.usable):
             return Obstacle.NO_PAIR
-        if not any(self.fits(runner) and self.fits(decode) for runner, decode in pairs):
+        pairs = self.pairs([worker for worker in self.usable if self.fits(worker)])
+        if not pairs:
             return Obstacle.TOO_LONG
         roomy = {(r, d) for r, d in pairs if self.may_run(r) and self.has_room(d)}
         if not roomy:
@@ -219,6 +219,12 @@ def test_a_prompt_that_fits_no_prefill_pool_is_too_long_unless_another_is_larger
     assert Cluster(workers).match(place_of(130)) is Obstacle.TOO_LONG
     larger = [*workers, Worker(PREFILL, "p1")]
     assert Cluster(larger).pair(place_of(130)) == ("p1", "d0")
+
+
+def test_a_prompt_that_no_prefill_pool_holds_is_run_by_a_decode_worker_that_can() -> None:
+    workers = [Worker(PREFILL, "p0", load=load_of(num_blocks=8)), Worker(DECODE, "d0", runs_prompts=True)]
+    assert Cluster(workers).pair(place_of(130)) == ("", "d0")
+    assert Cluster(workers).pair(place_of(100)) == ("p0", "d0")
 
 
 def test_a_worker_without_a_seat_is_left_alone_until_one_is_free() -> None:
