@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,9 +83,10 @@ def names_of(blocks: Iterable[BlockToWrite | DiskBlock]) -> list[bytes]:
 
 
 def disk_usage_bytes(folder: Path) -> int:
-    """As du counts."""
-    return sum(
-        os.lstat(Path(where) / name).st_blocks * 512
-        for where, folders, files in os.walk(folder)
-        for name in (*folders, *files)
-    )
+    """As du counts. RocksDB may be removing files meanwhile."""
+    num_bytes = 0
+    for where, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with suppress(FileNotFoundError):
+                num_bytes += os.lstat(Path(where) / name).st_blocks * 512
+    return num_bytes

@@ -2,7 +2,9 @@
 
 import asyncio
 import tempfile
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 from disk_blocks import SETTINGS, Shape, block, name_of, names_of, read
@@ -12,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.kv_store.disk.disk_tier import DiskTier
 
+T = TypeVar("T")
 SHAPES: list[Shape] = [(3, 1000), (8, 512)]
 NAMES = [name_of(number) for number in range(60)]
 SMALL = msgspec.structs.replace(SETTINGS, segment_bytes=40_000, index_write_buffer_bytes=64 << 10)
@@ -84,7 +87,7 @@ class TierAgainstDict(RuleBasedStateMachine):
         assert {held.name: held.parent for held in found} == self._model
         assert len(names_of(found)) == len(self._model)
 
-    def _run(self, call):  # type: ignore[no-untyped-def]  # any coroutine
+    def _run(self, call: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(call)
 
 

@@ -123,26 +123,20 @@ class DiskTier:
                 tasks.create_task(self._in(self._readers, self._volume.read, part, layers))
                 for part in self._parts(wanted)
             ]
-        results = [result for read in reads for result in read.result()]
+        results = [result for read in reads for result in read.result()[0]]
         self._count(results)
-        gone = [block.name for block, result in zip(wanted, results, strict=True) if result != "read"]
-        if gone:
-            await self.remove(gone)
+        bad = {name: spot for read in reads for name, spot in read.result()[1].items()}
+        if bad:
+            await self._change(self._volume.give_up, bad)
         return [result is ReadResult.READ for result in results]
 
     async def remove(self, names: Sequence[bytes]) -> None:
         """Forget these. Unknown names are passed over."""
-        try:
-            await self._in(self._writer, self._volume.remove, names)
-        except (OSError, IndexFailed) as error:
-            self._pause(error)
+        await self._change(self._volume.remove, names)
 
     async def clear(self) -> None:
         """Forget all."""
-        try:
-            await self._in(self._writer, self._volume.clear)
-        except (OSError, IndexFailed) as error:
-            self._pause(error)
+        await self._change(self._volume.clear)
 
     async def run(self) -> NoReturn:
         """Flushes as the policy says, and while paused looks whether writing works again."""
@@ -205,6 +199,13 @@ class DiskTier:
             self.counts.num_pauses += 1
             self._paused.set()
             self._on_paused(True)
+
+    async def _change(self, change: Callable[..., None], *args: object) -> None:
+        """What cannot be done now is done before the next write."""
+        try:
+            await self._in(self._writer, change, *args)
+        except (OSError, IndexFailed) as error:
+            self._pause(error)
 
     async def _in(self, thread: ThreadPoolExecutor, call: Callable[..., T], *args: object) -> T:
         """A thread that was given memory is waited for even when the caller is cancelled."""

@@ -6,7 +6,7 @@ One thread opens, writes, removes, syncs and closes; others may read meanwhile.
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -88,25 +88,34 @@ class Volume:
         self._measure_index()
         return held
 
-    def read(self, wanted: Sequence[BlockToRead], layers: range) -> list[ReadResult]:
-        """Fill the rows; what is not whole and right is not READ."""
+    def read(
+        self, wanted: Sequence[BlockToRead], layers: range
+    ) -> tuple[list[ReadResult], dict[bytes, Spot]]:
+        """Fill the rows; what is not whole and right is not READ. With it the spots to `give_up`."""
         index = self._index
         results = [ReadResult.MISSING] * len(wanted)
         if index is None or self._owes_all:
-            return results
+            return results, {}
         kept = index.get([block.name for block in wanted])
-        readable = [
-            (position, block, record)
-            for position, (block, record) in enumerate(zip(wanted, kept, strict=True))
-            if record is not None and self._is_readable(block, record, layers)
-        ]
+        known = [(at, wanted[at], record) for at, record in enumerate(kept) if record is not None]
+        readable = [(at, block, record) for at, block, record in known if self._fits(block, record, layers)]
         blocks, records = [block for _, block, _ in readable], [record for _, _, record in readable]
         found = read_blocks(self._files, blocks, records, layers)
-        for (position, block, record), result in zip(readable, found, strict=True):
-            results[position] = result
+        for (at, block, record), result in zip(readable, found, strict=True):
+            results[at] = result
             if block.checksums is not None:
                 block.checksums[:] = record.checksums[layers.start : layers.stop]
-        return results
+        bad = {block.name: record.spot for at, block, record in known if results[at] is not ReadResult.READ}
+        if bad:
+            bad = self._still_there(bad)
+            for at, block, _ in readable:
+                if results[at] is ReadResult.CORRUPT and block.name not in bad:
+                    results[at] = ReadResult.MISSING  # it was removed while it was read
+        return results, bad
+
+    def give_up(self, spots: Mapping[bytes, Spot]) -> None:
+        """Remove these, unless they were written anew elsewhere meanwhile."""
+        self.remove(list(self._still_there(spots)))
 
     def remove(self, names: Sequence[bytes]) -> None:
         """Forget these; unknown names are passed over. Where that fails they are owed, and not read again."""
@@ -251,10 +260,21 @@ class Volume:
         self._next_order += 1
         return Record(spot, block.parent, self._next_order, time.time(), block.num_hits, block.checksums)
 
-    def _is_readable(self, block: BlockToRead, record: Record, layers: range) -> bool:
+    def _fits(self, block: BlockToRead, record: Record, layers: range) -> bool:
         num_layers, layer_bytes, _ = record.spot.form
         fits = layers.stop <= num_layers and len(block.into) == len(layers)
         return fits and block.into[0].size == layer_bytes and block.name not in self._owed
+
+    def _still_there(self, spots: Mapping[bytes, Spot]) -> dict[bytes, Spot]:
+        index = self._index
+        if index is None:
+            return {}
+        records = index.get(list(spots))
+        return {
+            name: spot
+            for (name, spot), record in zip(spots.items(), records, strict=True)
+            if record is not None and record.spot == spot
+        }
 
     def _free(self, places: Iterable[Place]) -> None:
         """Places that were given back already, after a write whose end is unknown, are passed over."""
