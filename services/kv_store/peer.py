@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -23,7 +24,7 @@ from libs.transport.frames import (
 from libs.transport.port import Bytes, Link, LinkError, Received
 from services.kv_store.held_blocks import LayerCorrupt, Nodes, Put, PutRefused
 from services.kv_store.metrics import KvStoreMetrics
-from services.kv_store.sending import FetchSource, SendBuffers
+from services.kv_store.sending import NUM_IN_FLIGHT, FetchSource, SendBuffers
 from services.kv_store.store import Store
 from services.kv_store.token_bucket import TokenBucket
 
@@ -165,14 +166,13 @@ class Peer:
         if source.bytes_per_layer > MAX_FRAME_BYTES:
             return False
         async with asyncio.TaskGroup() as tasks:
-            sending: asyncio.Task[None] | None = None
+            sending: deque[asyncio.Task[None]] = deque()
             for layers in layer_groups(source.num_layers, source.bytes_per_layer):
+                if len(sending) == NUM_IN_FLIGHT:
+                    await sending.popleft()
                 body = await source.body(layers, buffers)
-                due = self._bucket.take(body[0].size, time.monotonic()) if body is not None else 0.0
-                if sending is not None:
-                    await sending
                 if body is None:
-                    return False
+                    return False  # once those before have been sent
                 header = Fetched(
                     fetch_id=fetch_id,
                     layer=layers.start,
@@ -180,7 +180,8 @@ class Peer:
                     num_blocks=nodes.size,
                     checksum=body[1],
                 )
-                sending = tasks.create_task(self._send_layers(header, body[0], due))
+                due = self._bucket.take(body[0].size, time.monotonic())
+                sending.append(tasks.create_task(self._send_layers(header, body[0], due)))
         return True
 
     async def _send_layers(self, header: Fetched, body: Bytes, due: float) -> None:

@@ -13,23 +13,25 @@ from services.kv_store.held_blocks import COPY_BYTES, HeldBlocks, Nodes
 from services.kv_store.loading import DiskReads, Load, Loader, read_through
 from services.kv_store.slab import Bytes, Piece
 
-KEPT_BYTES = 32 << 20
+NUM_IN_FLIGHT = 3
+"""Frames of one fetch that travel while the next is gathered."""
+KEPT_BYTES = 16 << 20
 """A send buffer up to this size is kept for the next layers."""
 
 
 class SendBuffers:
-    """Two buffers, for the layers under way and the next. Fresh memory for each would cost more than the
-    copies."""
+    """One buffer for each frame under way, and one for the next. Fresh memory for each would cost more than
+    the copies."""
 
     def __init__(self) -> None:
-        self._buffers: list[Bytes] = [np.empty(0, dtype=np.uint8)] * 2
+        self._buffers: list[Bytes] = [np.empty(0, dtype=np.uint8)] * (NUM_IN_FLIGHT + 1)
         self._next = 0
 
     def take(self, num_bytes: int) -> Bytes:
-        """A buffer; it may be written again after the next but one call."""
+        """A buffer; it is written again when all the others have been taken since."""
         if num_bytes > KEPT_BYTES:
             return np.empty(num_bytes, dtype=np.uint8)
-        self._next ^= 1
+        self._next = (self._next + 1) % len(self._buffers)
         if self._buffers[self._next].size < num_bytes:
             self._buffers[self._next] = np.empty(num_bytes, dtype=np.uint8)
         return self._buffers[self._next][:num_bytes]
