@@ -21,16 +21,13 @@ class DiskCounts:
     """All only rise. Blocks, unless the name says otherwise."""
 
     num_written: int = 0
-    num_written_bytes: int = 0
     num_refused: int = 0
     """Not written: no room under the cap, paused, or too much waiting."""
     num_read: int = 0
-    num_read_bytes: int = 0
     num_missing: int = 0
     num_corrupt: int = 0
     num_failed: int = 0
     """Reads that ended with an error of the device or the system."""
-    num_removed: int = 0
     num_lost_at_open: int = 0
     """In the index, but not in the files; or not readable in the index."""
     num_write_errors: int = 0
