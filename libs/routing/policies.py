@@ -13,6 +13,7 @@ Policy = Callable[[Prompt, PrefillCandidates, Draw], int]
 
 NEAR_SECONDS = 1e-3
 NEAR_SHARE = 0.05
+NEAR_MOST_SECONDS = 0.05
 """Candidates this close to the best count as equal: less is noise, and several routers that all took the one
 best would pile their prompts up there until its next report."""
 
@@ -62,7 +63,8 @@ def predicted_ttft(prompt: Prompt, candidates: PrefillCandidates, draw: Draw) ->
 def _best(seconds: Floats, num_prompts: Ints, draw: Draw, num_fetched: Ints | None = None) -> int:
     """Of those near the least seconds, one with the fewest prompts, then blocks to fetch; of several, any."""
     least = float(seconds.min())
-    near = np.flatnonzero(seconds <= least + max(NEAR_SECONDS, NEAR_SHARE * least))
+    margin = max(NEAR_SECONDS, min(NEAR_SHARE * least, NEAR_MOST_SECONDS))
+    near = np.flatnonzero(seconds <= least + margin)
     for counts in (num_prompts, num_fetched):
         if counts is not None and len(near) > 1:
             near = near[counts[near] == counts[near].min()]

@@ -11,7 +11,7 @@ from libs.cost.fetch import FetchCost
 from libs.cost.plan_fetch import plan_fetch
 from libs.cost.prefill import PrefillCost, prefill_seconds
 from libs.routing.candidates import Draw, PrefillCandidates, Prompt
-from libs.routing.policies import NEAR_SECONDS, NEAR_SHARE, POLICIES
+from libs.routing.policies import NEAR_MOST_SECONDS, NEAR_SECONDS, NEAR_SHARE, POLICIES
 from libs.routing.predicting import HitKind, predict
 
 UNIT = st.floats(0, 1, exclude_max=True)
@@ -68,6 +68,10 @@ def prompt_of(num_tokens: int, num_held: int = 0, num_memory: int | None = None,
     )
 
 
+def margin_of(least: float) -> float:
+    return max(NEAR_SECONDS, min(NEAR_SHARE * least, NEAR_MOST_SECONDS))
+
+
 QUEUES = st.lists(st.floats(0, 100), min_size=1, max_size=12)
 DRAW = Draw(0, 0.0, 0.0)
 
@@ -89,7 +93,7 @@ def test_least_load_is_near_the_least_whatever_is_cached(queued: list[float], dr
     chosen = POLICIES["least_load"](
         prompt_of(140), candidates(queued, local=[8, *[0] * (len(queued) - 1)]), draw
     )
-    assert queued[chosen] <= min(queued) + max(NEAR_SECONDS, NEAR_SHARE * min(queued))
+    assert queued[chosen] <= min(queued) + margin_of(min(queued))
 
 
 @given(QUEUES, DRAWS)
@@ -118,7 +122,7 @@ def test_predicted_ttft_is_near_the_least_that_is_predicted(
     prompt = prompt_of(140, data.draw(st.integers(0, 8)))
     seconds = predict(prompt, state).ttft_seconds
     chosen = POLICIES["predicted_ttft"](prompt, state, draw)
-    assert seconds[chosen] <= seconds.min() + max(NEAR_SECONDS, NEAR_SHARE * seconds.min())
+    assert seconds[chosen] <= seconds.min() + margin_of(float(seconds.min()))
 
 
 def test_round_robin_gives_each_its_turn() -> None:
