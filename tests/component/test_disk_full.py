@@ -291,3 +291,29 @@ async def test_a_folder_that_may_only_be_read_serves_and_resumes_when_it_may_be_
         await pauses.wait_for(False)
         assert all(await tier.write(chain(1000, 5)))
         assert not (await read(tier, names_of(blocks + chain(1000, 5)))).missed
+
+
+async def test_an_index_that_fails_between_opening_and_first_write_is_read_until_it_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.kv_store.disk.index import Index, IndexFailed
+
+    def fail(*_: object) -> None:
+        raise IndexFailed("no room")
+
+    pauses, blocks = Pauses(), chain(0, 8)
+    await fill(tmp_path, blocks)
+    with monkeypatch.context() as patched:
+        patched.setattr(Index, "_write", fail)
+        tier = DiskTier(tmp_path, QUICK, pauses)
+        assert len(await tier.open()) == tier.num_blocks == 8
+    assert tier.is_paused
+    upkeep = asyncio.ensure_future(tier.run())
+    assert not (await read(tier, names_of(blocks))).missed
+    await pauses.wait_for(False)
+    assert all(await tier.write(chain(100, 8)))
+    assert tier.num_blocks == 16
+    assert not (await read(tier, names_of(blocks + chain(100, 8)))).missed
+    upkeep.cancel()
+    await asyncio.wait([upkeep])
+    await tier.close()

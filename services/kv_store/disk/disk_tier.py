@@ -180,7 +180,7 @@ class DiskTier:
 
     def _parts(self, wanted: Sequence[BlockToRead]) -> list[Sequence[BlockToRead]]:
         """For each thread one, where it is worth it."""
-        num_bytes = sum(len(block.into) * block.into[0].size for block in wanted)
+        num_bytes = len(wanted) * len(wanted[0].into) * wanted[0].into[0].size if wanted else 0
         num_parts = max(1, min(self._settings.num_read_threads, num_bytes // SMALLEST_PART_BYTES))
         step = max(1, -(-len(wanted) // (num_parts * MAX_STRIPE_SLOTS))) * MAX_STRIPE_SLOTS
         return [wanted[start : start + step] for start in range(0, len(wanted), step)]

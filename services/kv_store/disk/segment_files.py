@@ -86,9 +86,9 @@ class SegmentFiles:
         """Whether it can be read and written."""
         return number in self._fds
 
-    def path_of(self, number: int, form: Form) -> Path:
+    def path_of(self, number: int, form: Form) -> str:
         """Where a segment lies; its name tells its form."""
-        return self._folder / f"{number:08}-{form.num_layers}x{form.layer_bytes}x{form.stripe_slots}.kv"
+        return f"{self._folder}/{number:08}-{form.num_layers}x{form.layer_bytes}x{form.stripe_slots}.kv"
 
     def remove(self, number: int, form: Form) -> None:
         """Unlink; readers under way still end well. A file that stays is found unused at the next open."""
@@ -96,7 +96,9 @@ class SegmentFiles:
         if number in self._fds:
             os.close(self._fds.pop(number))
         try:
-            self.path_of(number, form).unlink(missing_ok=True)
+            os.unlink(self.path_of(number, form))
+        except FileNotFoundError:
+            pass
         except OSError as error:
             log.warning("disk_segment_stays", segment=number, error=str(error))
 

@@ -162,6 +162,8 @@ class Volume:
                     index.sync()
 
     def _open(self, opened: OpenedIndex, *, can_write: bool = True) -> dict[bytes, Record]:
+        self._files.close()
+        self.slots = self._empty_slots()
         self._index = opened.index
         self._counts.num_index_repairs += opened.num_mended
         files = self._files.found()
@@ -174,6 +176,7 @@ class Volume:
         return found.held
 
     def _open_to_read(self) -> list[DiskBlock]:
+        self._close_index()
         try:
             opened = open_index_to_read(self._index_folder, self._settings)
         except IndexFailed:
@@ -182,13 +185,14 @@ class Volume:
 
     def _reopen(self) -> None:
         """Reads meanwhile find nothing."""
+        self._close_index()
+        self._open(open_index(self._index_folder, self._settings))
+
+    def _close_index(self) -> None:
         index, self._index = self._index, None
         if index is not None:
             with suppress(IndexFailed):
                 index.close()
-        self._files.close()
-        self.slots = self._empty_slots()
-        self._open(open_index(self._index_folder, self._settings))
 
     def _restore(self, found: Found, can_write: bool) -> None:
         for number, (form, taken) in found.slots().items():
