@@ -19,11 +19,11 @@ def measure_routing(say: Callable[[str], None]) -> list[Figure]:
     seen = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     figures = [
         Figure(
-            f"decision among 1000 workers, {policy}, p99",
-            took["p99"],
+            f"{policy}: decision p99",
+            took["clock"],
             "ms",
-            took["p50"],
-            "p50",
+            took["processor"],
+            "processor time",
             at_most=DECISION_AIM_MS,
         )
         for policy, took in seen["decision_ms"].items()

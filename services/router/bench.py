@@ -106,23 +106,32 @@ def _place(number: int, names: bytes) -> Place:
     )
 
 
-def decision_ms(cluster: Cluster, policy: str, prefixes: list[bytes], weights: list[float]) -> list[float]:
-    """Milliseconds of each decision, sorted; in between, reports come in that count what was placed."""
+def decision_ms(
+    cluster: Cluster, policy: str, prefixes: list[bytes], weights: list[float]
+) -> tuple[float, float]:
+    """Milliseconds that 99 of 100 decisions stay below, by the clock and in processor time: they differ where
+    others use the processor. In between, reports come in that count what was placed."""
     matching = Matching(Choosing(POLICIES[policy]), 1 << 20, 512)
     chance, view = cluster.chance, cluster.view
-    took: list[float] = []
+    by_clock: list[float] = []
+    by_processor: list[float] = []
     for number in range(NUM_DECISIONS):
         place = _place(number, chance.choices(prefixes, cum_weights=weights)[0])
         draw = Draw(number, chance.random(), chance.random())
-        started = time.perf_counter()
+        started, started_work = time.perf_counter(), time.thread_time()
         match = matching.match(place, 0.0, view, cluster.held, draw, 0.0)
         if not isinstance(match, Match):
             raise RuntimeError(f"a cluster with room for all has none: {match}")
         view.place(place.request_id, match.shares, 0.0)
-        took.append(1e3 * (time.perf_counter() - started))
+        by_processor.append(1e3 * (time.thread_time() - started_work))
+        by_clock.append(1e3 * (time.perf_counter() - started))
         for name in match.shares:
             cluster.report(name, place.request_id)
-    return sorted(took)
+    return _p99(by_clock), _p99(by_processor)
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[len(values) * 99 // 100]
 
 
 def memory_mib() -> tuple[float, float]:
@@ -158,8 +167,8 @@ def main() -> None:
     cluster.hold(prefixes, weights)
     decisions = {}
     for policy in POLICIES:
-        took = decision_ms(cluster, policy, prefixes, weights)
-        decisions[policy] = {"p50": took[len(took) // 2], "p99": took[len(took) * 99 // 100]}
+        by_clock, by_processor = decision_ms(cluster, policy, prefixes, weights)
+        decisions[policy] = {"clock": by_clock, "processor": by_processor}
     settled, after = memory_mib()
     print(json.dumps({"decision_ms": decisions, "settled_mib": settled, "after_mib": after}))
 
