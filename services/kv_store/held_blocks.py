@@ -15,7 +15,7 @@ from libs.bus.messages.kv_events import Tier
 from libs.kv.block_tree import DISK, MEMORY, NO_NODE, NO_SLOT, BlockTree
 from libs.kv.checksum import block_checksums, checksum_of_blocks
 from libs.kv.eviction import EvictionKind
-from services.kv_store.slab import Shape, Slab, Slots
+from services.kv_store.slab import Shape, Slab, Slots, Stretch
 
 MAX_SHAPES = 256
 MAX_LAYERS = 4096
@@ -47,6 +47,7 @@ class Put:
     shape: Shape
     fresh: NDArray[np.int64]
     slots: Slots
+    stretches: Sequence[Stretch]
     arrived: set[int] = field(default_factory=set[int])
 
     @property
@@ -141,13 +142,16 @@ class HeldBlocks:
         fresh = [i for i, name in enumerate(names) if name not in self.tree and name not in self._staged]
         self._check_put(len(names), len(fresh), shape)
         slots = self.make_room(len(fresh), shape, now, spared=frozenset(known))
+        if slots is None:  # The disk has most of what is leased, too, and new blocks nobody has.
+            slots = self.make_room(len(fresh), shape, now, spared=frozenset(known), spares_leased=False)
         if slots is None:
             raise PutRefused(f"no room for {len(fresh)} blocks of {shape[0] * shape[1]} bytes")
         if fresh:
             self.shape_number(shape)
         self.tree.touch(known, now, is_hit=False)
         self._staged.update(names[i] for i in fresh)
-        return Put(tuple(names), parent, shape, np.array(fresh, dtype=np.int64), slots)
+        numbers = np.array(fresh, dtype=np.int64)
+        return Put(tuple(names), parent, shape, numbers, slots, self.slab.stretches(slots, numbers))
 
     async def put_layers(self, put: Put, layers: range, body: NDArray[np.uint8], checksum: int) -> bool:
         """Take layers of all blocks of a put; True when they were the last: `commit` it then.
@@ -165,8 +169,8 @@ class HeldBlocks:
         step = max(1, COPY_BYTES // layer_bytes)
         for row, layer in enumerate(layers):
             for first in range(0, len(put.names), step):
-                columns = slice(first, min(first + step, len(put.names)))
-                self._take(put, layer, columns, blocks[row, columns], checksums[row, columns])
+                stop = min(first + step, len(put.names))
+                _take(put, layer, first, blocks[row, first:stop], checksums[row, first:stop])
                 if body.size > COPY_BYTES:
                     await asyncio.sleep(0)
         if checksum_of_blocks(checksums.reshape(-1)) != checksum:
@@ -272,25 +276,6 @@ class HeldBlocks:
         if self.tree.num_free < num_fresh + len(self._staged):
             raise PutRefused(f"{self.tree.capacity} blocks are held; no room for the names of {num_fresh}")
 
-    def _take(
-        self,
-        put: Put,
-        layer: int,
-        columns: slice,
-        blocks: NDArray[np.uint8],
-        checksums: NDArray[np.uint64],
-    ) -> None:
-        checksums[:] = block_checksums(blocks.reshape(-1), blocks.shape[0])
-        first, end = np.searchsorted(put.fresh, (columns.start, columns.stop)).tolist()
-        if first == end:
-            return
-        wanted = put.fresh[first:end] - columns.start
-        for piece in self.slab.pieces(put.slots[first:end], range(layer, layer + 1)):
-            at = wanted[piece.first : piece.first + piece.checksums.shape[1]]
-            is_run = int(at[-1] - at[0]) == at.size - 1
-            rows = slice(int(at[0]), int(at[-1]) + 1) if is_run else at
-            piece.data[0], piece.checksums[0] = blocks[rows], checksums[rows]
-
     def _free_slots(self, nodes: Sequence[int]) -> None:
         numbers = np.asarray(nodes, dtype=np.int64)
         slots = self.tree.slot[numbers]
@@ -304,3 +289,15 @@ class HeldBlocks:
         self._free_slots(nodes)
         for node in nodes:
             self.tree.forget(node)
+
+
+def _take(put: Put, layer: int, first: int, blocks: NDArray[np.uint8], checksums: NDArray[np.uint64]) -> None:
+    """Blocks `first`.. of one layer; their checksums are filled in."""
+    checksums[:] = block_checksums(blocks.reshape(-1), len(blocks))
+    for stretch in put.stretches:
+        start = max(first, stretch.first)
+        stop = min(first + len(blocks), stretch.first + stretch.num_blocks)
+        if start < stop:
+            rows = slice(stretch.row + start - stretch.first, stretch.row + stop - stretch.first)
+            stretch.data[layer, rows] = blocks[start - first : stop - first]
+            stretch.checksums[layer, rows] = checksums[start - first : stop - first]

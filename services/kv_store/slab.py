@@ -78,6 +78,18 @@ class Piece:
     checksums: NDArray[np.uint64]
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbours among the blocks of a put that are neighbours in memory, too: blocks `first`.. lie in rows
+    `row`.. of [num_layers, num_rows, layer_bytes] and of the checksums."""
+
+    first: int
+    num_blocks: int
+    row: int
+    data: Bytes
+    checksums: NDArray[np.uint64]
+
+
 class Slab:
     """Slots for blocks. Never more memory than `budget_bytes`, in use and in reserve together."""
 
@@ -133,6 +145,18 @@ class Slab:
             within = slice(layers.start, layers.stop)
             yield Piece(first, page.data[within, rows], page.checksums[within, rows])
             first = end
+
+    def stretches(self, slots: Slots, numbers: NDArray[np.int64]) -> list[Stretch]:
+        """Where blocks with these rising numbers lie, for good: as long as the slots are not freed."""
+        if not slots.size:
+            return []
+        breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(numbers) != 1)) + 1
+        starts, ends = [0, *breaks.tolist()], [*breaks.tolist(), slots.size]
+        found: list[Stretch] = []
+        for start, end in zip(starts, ends, strict=True):
+            page, row = self._pages[int(slots[start]) >> _ROW_BITS], int(slots[start]) & _ROW_MASK
+            found.append(Stretch(int(numbers[start]), end - start, row, page.data, page.checksums))
+        return found
 
     def page_to_make(self) -> int:
         """Bytes of the page that will be needed next and is not in reserve; 0: none will."""

@@ -176,6 +176,21 @@ async def test_blocks_told_of_stay_for_the_lease_and_blocks_read_until_the_end()
     assert blocks.find(names(1, 2), 5.0, 0.0).nodes.size == 1
 
 
+async def test_leased_blocks_leave_memory_for_new_ones_only_where_the_disk_has_them() -> None:
+    blocks = blocks_of(4)
+    on_disk = await put(blocks, 1, 2)
+    await put(blocks, 3, 4)
+    blocks.note_written(on_disk)
+    for chain in (names(1, 2), names(3, 4)):
+        assert blocks.find(chain, 0.0, 5.0).nodes.size == 2
+    await put(blocks, 5, 6, now=1.0)
+    assert blocks.find(names(1, 2), 1.0, 5.0).num_in_memory == 0
+    assert blocks.find(names(3, 4), 1.0, 5.0).num_in_memory == 2
+    blocks.find(names(5, 6), 1.0, 5.0)
+    with pytest.raises(PutRefused, match="no room"):
+        await put(blocks, 7, now=2.0)
+
+
 async def test_blocks_of_two_shapes_are_never_fetched_as_one() -> None:
     blocks = HeldBlocks(1 << 22, capacity=64)
     await put(blocks, 1)

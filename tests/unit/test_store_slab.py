@@ -68,6 +68,23 @@ def test_what_is_free_in_parts_serves_a_put_in_parts() -> None:
     assert len(list(slab.pieces(run, range(3)))) == 32
 
 
+@given(st.sets(st.integers(0, 59), min_size=1), st.sets(st.integers(0, 99)))
+def test_stretches_are_the_same_memory_as_pieces(numbers: set[int], taken: set[int]) -> None:
+    slab = Slab(100 * 192)
+    every = slab.allocate(100, (3, 64))
+    assert every is not None
+    slab.free(every[[at for at in range(100) if at not in taken or len(taken) > 40]])
+    rising = np.array(sorted(numbers), dtype=np.int64)
+    slots = slab.allocate(rising.size, (3, 64))
+    assert slots is not None
+    for stretch in slab.stretches(slots, rising):
+        for at in range(stretch.num_blocks):
+            stretch.data[:, stretch.row + at] = stretch.first + at
+            stretch.checksums[:, stretch.row + at] = stretch.first + at
+    for number, slot in zip(rising.tolist(), slots, strict=True):
+        assert values(slab, np.array([slot]), (3, 64)) == {number}
+
+
 def test_a_page_made_beforehand_is_used_and_counts_from_the_start() -> None:
     slab = Slab(4 << 20)
     num_bytes = slab.page_to_make()
