@@ -20,7 +20,7 @@ from services.kv_store.metrics import KvStoreMetrics
 from services.kv_store.peer import Peer
 from services.kv_store.readings import read_disk, read_memory
 from services.kv_store.settings import KvStoreSettings
-from services.kv_store.store import GIB, Store, open_disk
+from services.kv_store.store import GIB, Store, open_disk, open_trace
 from services.kv_store.token_bucket import TokenBucket
 
 
@@ -114,8 +114,9 @@ class KvStoreService:
             for store in stores:
                 store.on_disk_paused(is_paused)
 
-        disk = open_disk(settings, self._runtime.identity.name, on_paused)
-        stores.append(Store(settings, self._metrics, publisher, self._runtime.spawn, disk))
+        name = self._runtime.identity.name
+        disk, trace = open_disk(settings, name, on_paused), open_trace(settings, name)
+        stores.append(Store(settings, self._metrics, publisher, self._runtime.spawn, disk, trace))
         return stores[0]
 
     async def _accept(self, listener: Listener, store: Store) -> NoReturn:

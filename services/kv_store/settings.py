@@ -53,7 +53,10 @@ class KvStoreSettings(RuntimeSettings, frozen=True, kw_only=True):
         float, Meta(description="the most that is sent to workers, all together; 0: no limit", ge=0)
     ] = 0.0
     access_trace: Annotated[
-        str, Meta(description="append each lookup and put to this file; empty: do not")
+        str,
+        Meta(
+            description="append lookups and puts to this file, or to NAME.jsonl in this folder; empty: do not"
+        ),
     ] = ""
     access_trace_mib: Annotated[
         int, Meta(description="its size and that of older ones together, in MiB", ge=1)

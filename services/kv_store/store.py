@@ -60,6 +60,7 @@ class Store:
         events: KvEvents,
         spawn: Spawn,
         disk: DiskTier | None,
+        trace: TraceFile | None,
     ) -> None:
         self._settings, self._metrics, self._events, self._spawn = settings, metrics, events, spawn
         budget_bytes = int(settings.memory_gib * GIB)
@@ -75,8 +76,7 @@ class Store:
         self.disk = disk
         self.loader = Loader(self.blocks, disk, self._spawn_load, metrics.promoted.inc) if disk else None
         self.writer = DiskWriter(self.blocks, disk, settings.write_policy) if disk else None
-        trace = Path(settings.access_trace) if settings.access_trace else None
-        self._trace = TraceFile(trace, settings.access_trace_mib * MIB) if trace else None
+        self._trace = trace
         self._page_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -283,3 +283,13 @@ def open_disk(settings: KvStoreSettings, name: str, on_paused: Callable[[bool], 
         index_cache_bytes=settings.index_cache_mib * MIB,
     )
     return DiskTier(folder, disk_settings, on_paused)
+
+
+def open_trace(settings: KvStoreSettings, name: str) -> TraceFile | None:
+    """The access trace, as the settings want it: in a folder each store has a file of its own."""
+    if not settings.access_trace:
+        return None
+    path = Path(settings.access_trace)
+    if settings.access_trace.endswith("/") or path.is_dir():
+        path /= f"{name}.jsonl"
+    return TraceFile(path, settings.access_trace_mib * MIB)

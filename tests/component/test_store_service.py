@@ -224,9 +224,10 @@ async def test_events_and_snapshots_tell_what_is_in_which_tier(scene: StoreScene
     assert told == {Tier.DRAM: 4, Tier.DISK: 8}
 
 
-async def test_the_trace_can_be_replayed(scene: StoreScene, tmp_path: Path) -> None:
-    path = tmp_path / "traces" / "access.jsonl"
-    store = await scene.store(access_trace=str(path))
+@pytest.mark.parametrize("setting", ["traces/store-0.jsonl", "traces/"])
+async def test_the_trace_can_be_replayed(scene: StoreScene, tmp_path: Path, setting: str) -> None:
+    path = tmp_path / "traces" / "store-0.jsonl"
+    store = await scene.store(access_trace=f"{tmp_path}/{setting}")
     worker = await scene.worker(store)
     await worker.find(names_of(1, 3), request_id="a", num_tokens=50, tenant="t")
     await worker.put(names_of(1, 3), request_id="a")
