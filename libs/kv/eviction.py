@@ -30,7 +30,8 @@ class EvictionOrder:
         self.num_children = np.zeros(capacity, dtype=np.int32)
         """Children that are in this tier, too."""
         self._rank = np.zeros(capacity, dtype=np.int64)
-        self._is_queued = np.zeros(capacity, dtype=np.bool_)
+        self._queued_at = np.zeros(capacity, dtype=np.int64)
+        """Rank of the one entry in the heap that counts; 0 for none. Ranks are 1 at least."""
         self._heap: list[int] = []
         self._clock = 0
         self.num_members = 0
@@ -84,10 +85,12 @@ class EvictionOrder:
         while self._heap and len(victims) < num_wanted and num_spared < MAX_SPARED:
             entry = heappop(self._heap)
             node = entry & _NODE_MASK
+            if self._queued_at[node] != entry >> _NODE_BITS:
+                continue  # a better one has taken its place
             if not self.is_member[node] or self.num_children[node] > freed.get(node, 0):
-                self._is_queued[node] = False
-            elif (rank := int(self._rank[node])) > entry >> _NODE_BITS:
-                heappush(self._heap, rank << _NODE_BITS | node)
+                self._queued_at[node] = 0
+            elif self._rank[node] > entry >> _NODE_BITS:
+                self._push(node)
             elif not may_go(node):
                 num_spared += 1
                 put_back.append(entry)
@@ -102,6 +105,12 @@ class EvictionOrder:
         return victims
 
     def _offer(self, node: int, num_freed: int = 0) -> None:
-        if self.is_member[node] and not self._is_queued[node] and self.num_children[node] == num_freed:
-            self._is_queued[node] = True
-            heappush(self._heap, int(self._rank[node]) << _NODE_BITS | node)
+        if self.is_member[node] and self.num_children[node] == num_freed:
+            queued_at = self._queued_at[node]
+            if not queued_at or queued_at > self._rank[node]:
+                self._push(node)
+
+    def _push(self, node: int) -> None:
+        rank = int(self._rank[node])
+        self._queued_at[node] = rank
+        heappush(self._heap, rank << _NODE_BITS | node)

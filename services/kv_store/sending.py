@@ -90,6 +90,7 @@ class FetchSource:
         for piece in self._blocks.slab.pieces(self._slots[in_memory], layers) if in_memory.size else ():
             at = in_memory[piece.first : piece.first + piece.checksums.shape[1]]
             into[:, at], checksums[:, at] = piece.data, piece.checksums
+            await asyncio.sleep(0)
         if self._disk is None:
             return None
         read = await read_through(self._disk, self._blocks, self._nodes[on_disk], layers, into, on_disk)

@@ -185,14 +185,14 @@ def flat(kind: EvictionKind, num: int) -> BlockTree:
 
 
 def plan(tree: BlockTree, num: int) -> list[int]:
-    return [tree.name_of(node)[1] for node in tree.plan_drops(MEMORY, num, 0.0)]
+    return [tree.name_of(node)[0] for node in tree.plan_drops(MEMORY, num, 0.0)]
 
 
 def test_lru_gives_up_what_was_used_longest_ago() -> None:
     tree = flat("lru", 5)
     for number in (0, 3, 1):
         tree.touch([tree.node_of(name(number))], 1.0)
-    assert plan(tree, 5) == [2, 4, 0, 3, 1]
+    assert plan(tree, 5) == [n * 37 for n in (2, 4, 0, 3, 1)]
 
 
 def test_lfu_gives_up_what_was_used_least_often_and_old_fame_fades() -> None:
@@ -200,7 +200,7 @@ def test_lfu_gives_up_what_was_used_least_often_and_old_fame_fades() -> None:
     for number, num_hits in ((0, 9), (1, 2), (2, 5)):
         for _ in range(num_hits):
             tree.touch([tree.node_of(name(number))], 1.0)
-    assert plan(tree, 4) == [3, 1, 2, 0]
+    assert plan(tree, 4) == [n * 37 for n in (3, 1, 2, 0)]
     for _ in range(3):
         (victim,) = tree.plan_drops(MEMORY, 1, 0.0)
         tree.drop(victim, MEMORY)
@@ -208,7 +208,19 @@ def test_lfu_gives_up_what_was_used_least_often_and_old_fame_fades() -> None:
     tree.add(name(7), b"", MEMORY, 2.0)
     for _ in range(5):
         tree.touch([tree.node_of(name(7))], 2.0)
-    assert plan(tree, 2) == [0, 7]
+    assert plan(tree, 2) == [0, 7 * 37 % 256]
+
+
+def test_a_new_block_does_not_inherit_the_fame_of_one_that_expired() -> None:
+    tree = flat("lfu", 3)
+    for _ in range(9):
+        tree.touch([tree.node_of(name(0))], 1.0)
+    for _ in range(2):
+        tree.touch([tree.node_of(name(1)), tree.node_of(name(2))], 1.0)
+    assert plan(tree, 3) == [1 * 37, 2 * 37, 0]
+    tree.drop(tree.node_of(name(0)), MEMORY, for_room=False)
+    tree.add(name(3), b"", MEMORY, 2.0)
+    assert plan(tree, 3) == [3 * 37, 1 * 37, 2 * 37]
 
 
 def test_a_block_that_names_its_own_descendant_as_its_parent_stays_a_root() -> None:
