@@ -4,7 +4,7 @@ Synchronous, and owned by whoever calls it; the clock is given, so that deadline
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Rowwise
 from contextlib import contextmanager
 
@@ -269,7 +269,7 @@ class EngineCore:
         self._has_measured = True
 
     @contextmanager
-    def _failing(self, sequences: list[Sequence], output: StepOutput) -> Iterator[None]:
+    def _failing(self, sequences: list[Sequence], output: StepOutput) -> Generator[None]:
         """For what runs the model: whatever breaks it, its sequences are told, those that have not ended."""
         try:
             with torch.inference_mode():

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 
@@ -214,7 +214,7 @@ class GatedAttention(ReferenceAttention):
 
 
 @asynccontextmanager
-async def opened(model: Model, listener: Listener, **options: object) -> AsyncIterator[Engine]:
+async def opened(model: Model, listener: Listener, **options: object) -> AsyncGenerator[Engine]:
     """An engine of 120 blocks, closed at the end."""
     sizes = EngineSettings(max_model_len=400, num_blocks=120, block_size=SIZE, max_num_batched_tokens=64)
     opening = Engine(model, sizes, listener, **options)  # type: ignore[arg-type]  # options as Engine names them
