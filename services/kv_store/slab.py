@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from libs.kv.runs import RUN_BLOCKS
+
 Shape = tuple[int, int]
 """Layers, and bytes of one block in one layer."""
 Slots = NDArray[np.int64]
@@ -188,14 +190,17 @@ class Slab:
             if page.shape != shape and page.is_empty and page.memory.size >= block_bytes:
                 page.take_shape(shape)
                 return True
-        if self._spare is not None and self._spare.size >= block_bytes:
+        # A whole run in one page travels without being gathered.
+        self._page_bytes = max(self._page_bytes, min(RUN_BLOCKS * block_bytes, self.budget_bytes // 4))
+        if self._spare is not None and self._spare.size >= max(self._page_bytes, block_bytes):
             memory, self._spare = self._spare, None
         else:
             self._give_up_reserve(shape)
             left = self.budget_bytes - self.num_allocated_bytes
             if left < block_bytes:
                 return False
-            memory = make_memory(min(left, max(self._page_bytes, block_bytes)), touched=False)
+            num_bytes = min(left, max(self._page_bytes, block_bytes))
+            memory = make_memory(num_bytes - num_bytes % block_bytes, touched=False)
             self.num_allocated_bytes += memory.size
         self._pages[self._num_made] = _Page(memory, shape)
         self._num_made += 1
