@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 EvictionKind = Literal["lru", "lfu"]
 Nodes = NDArray[np.int64]
 
-MAX_SPARED = 20_000
+MAX_SPARED = 2000
 """Candidates passed over in one plan before it is given up: a bound on the time of a hopeless search."""
 _NODE_BITS = 32
 _NODE_MASK = (1 << _NODE_BITS) - 1

@@ -26,7 +26,7 @@ BATCH_SHARE = 1 / 16
 """Of memory, at most: what is being written cannot make room for puts."""
 MAX_WAITING = 100_000
 """Blocks that wait to be written. What comes when so many do stays in memory alone."""
-MAX_LOOKED_AT = 2048
+MAX_LOOKED_AT = 512
 """Blocks looked at in one go for those that should be on disk already."""
 
 
