@@ -49,6 +49,14 @@ class KvStoreMetrics:
             buckets=TRANSFER_SECONDS_BUCKETS,
             registry=registry,
         )
+        for counted, labels in (
+            (self.tier_hits, ("dram", "disk")),
+            (self.tier_misses, ("dram", "disk")),
+            (self.puts, ("held", "refused", "corrupt", "cut")),
+            (self.fetches, ("sent", "missed", "cut")),
+        ):
+            for label in labels:
+                counted.labels(label)  # there from the start, as 0
         self._registry = registry
 
     def count_from(

@@ -26,6 +26,12 @@ def read_memory(metrics: KvStoreMetrics, store: Store) -> None:
         lambda: {"dram": blocks.num_evicted[MEMORY], "disk": blocks.num_evicted[DISK]},
         "tier",
     )
+    if (trace := store.trace) is not None:
+        metrics.count_from(
+            "store_trace_dropped_total",
+            "Lines of the access trace that were not written.",
+            lambda: {"": trace.num_dropped},
+        )
 
 
 def read_disk(metrics: KvStoreMetrics, store: Store) -> None:
@@ -59,4 +65,14 @@ def read_disk(metrics: KvStoreMetrics, store: Store) -> None:
     )
     metrics.count_from(
         "store_disk_write_errors_total", "Writes the disk refused.", lambda: {"": counts.num_write_errors}
+    )
+    metrics.count_from(
+        "store_disk_lost_at_open_total",
+        "Blocks that an earlier life left and that were not whole at the start.",
+        lambda: {"": counts.num_lost_at_open},
+    )
+    metrics.count_from(
+        "store_disk_index_repairs_total",
+        "Mendings of a damaged index.",
+        lambda: {"": counts.num_index_repairs},
     )

@@ -76,7 +76,7 @@ class Store:
         self.disk = disk
         self.loader = Loader(self.blocks, disk, self._spawn_load, metrics.promoted.inc) if disk else None
         self.writer = DiskWriter(self.blocks, disk, settings.write_policy) if disk else None
-        self._trace = trace
+        self.trace = trace
         self._page_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -88,8 +88,8 @@ class Store:
             await self._adopt(await self.disk.open())
             self._run("disk", self.disk.run())
             self._run("disk-writer", self.writer.run())
-        if self._trace is not None:
-            self._run("access-trace", self._trace.run())
+        if self.trace is not None:
+            self._run("access-trace", self.trace.run())
         self._run("expiry", self._expire())
         self._run("pages", self._make_pages())
 
@@ -104,8 +104,8 @@ class Store:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._trace is not None:
-            await self._trace.flush()
+        if self.trace is not None:
+            await self.trace.flush()
         if self.disk is not None:
             await self.disk.close()
 
@@ -149,8 +149,8 @@ class Store:
         nodes = self.blocks.commit(put, time.monotonic())
         if self.writer is not None:
             self.writer.on_put(nodes)
-        if self._trace is not None:
-            self._trace.add(
+        if self.trace is not None:
+            self.trace.add(
                 TraceLine(
                     timestamp=time.time() * 1e3,
                     output_length=header.num_output_tokens,
@@ -204,8 +204,8 @@ class Store:
         self._metrics.tier_misses.labels("dram").inc(len(names) - num_in_memory)
         if self.disk is not None:
             self._metrics.tier_misses.labels("disk").inc(len(names) - nodes.size)
-        if self._trace is not None:
-            self._trace.add(
+        if self.trace is not None:
+            self.trace.add(
                 TraceLine(
                     timestamp=time.time() * 1e3,
                     input_length=question.num_tokens,

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 from store_scene import (
     BLOCK_BYTES,
     LAYER_BYTES,
@@ -287,3 +288,15 @@ async def test_a_worker_that_dies_leaves_nothing_behind(scene: StoreScene) -> No
     await worker.put(names_of(5, 16))
     await scene.until(lambda: store.gauge("store_puts_total", result="held") == 2)
     assert await worker.held(names_of(1, 8)) == (0, 0)
+
+
+async def test_every_metric_can_be_scraped(scene: StoreScene, tmp_path: Path) -> None:
+    store = await scene.store(disk_mib=64, folder=tmp_path, access_trace=f"{tmp_path}/")
+    assert store.runtime is not None
+    text = generate_latest(store.runtime.registry).decode()
+    for name in ("hits_total", "misses_total", "bytes", "capacity_bytes", "evicted_blocks_total"):
+        assert f'kvmesh_store_tier_{name}{{tier="dram"}}' in text
+        assert f'kvmesh_store_tier_{name}{{tier="disk"}}' in text
+    for name in ("disk_paused", "promoted_blocks_total", "disk_lost_at_open_total", "trace_dropped_total"):
+        assert f"kvmesh_store_{name} 0.0" in text
+    assert 'kvmesh_store_disk_reads_total{result="corrupt"} 0.0' in text
