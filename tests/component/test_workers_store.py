@@ -89,7 +89,8 @@ async def test_a_dead_store_is_a_miss_and_its_successor_is_used(mesh: WorkersMes
     second = await gateway.generate(prompt_of(41), **where)
     assert (second.num_cached_tokens, second.tokens) == (0, tokens)
     successor = await mesh.store("store-1")
-    await mesh.until(lambda: len(other.service._roster.ready(successor.presence.kind)) == 1)
+    peers = other.service._access.stores._peers
+    await mesh.until(lambda: [peer.presence.incarnation for peer in peers.values()] == [successor.incarnation])
     await gateway.generate(prompt_of(61), **where)
     await mesh.until(lambda: successor.gauge("kvmesh_store_num_blocks") == 15)
     await mesh.until_idle()
