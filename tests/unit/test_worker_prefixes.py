@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
@@ -15,9 +16,10 @@ from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 from libs.worker.stores.found import Found, RunFound
 from libs.worker.stores.metrics import StoreMetrics
-from libs.worker.stores.prefixes import Prefix, Prefixes, tenant_of
+from libs.worker.stores.prefixes import Prefix, Prefixes
 from libs.worker.stores.puts import Puts
 from libs.worker.stores.settings import StoreSettings
+from libs.worker.stores.stores import PromptAsked
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
 LENGTH = NUM_BLOCKS * BLOCK_SIZE + 1
@@ -95,11 +97,17 @@ def test_only_a_prompt_that_lacks_what_another_fetches_waits_for_it() -> None:
     assert some.under_way(like, 0) is None
 
 
-def test_a_tenant_is_named_by_its_salt_which_nobody_learns() -> None:
-    assert tenant_of("") == ""
-    assert tenant_of("secret") == tenant_of("secret")
-    assert tenant_of("secret") != tenant_of("other")
-    assert "secret" not in tenant_of("secret")
+async def test_stores_learn_the_tenants_name_and_nothing_of_its_salt() -> None:
+    some = prefixes(FAST)
+    asked: list[PromptAsked] = []
+
+    async def find(names: object, who: PromptAsked, **_: object) -> Found:
+        asked.append(who)
+        return Found()
+
+    some._stores.find = find  # type: ignore[method-assign,assignment]  # what it is told is all that counts
+    await some.find(some.of(msgspec.structs.replace(prompt(salt="secret"), tenant="t1")))
+    assert asked == [PromptAsked("r", LENGTH, "t1")]
 
 
 async def test_what_is_on_its_way_to_a_store_is_not_put_again_and_what_was_dropped_is() -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from blake3 import blake3
 
 from libs.cost.fetch import fetch_seconds
 from libs.cost.plan_fetch import FetchPlan, FetchReason, plan_fetch
@@ -80,7 +79,7 @@ class Prefixes:
         """Ask the stores, which also makes them bring it into memory. Never raises for a store's sake."""
         generation = prefix.generation
         length = num_tokens(generation)
-        asked = PromptAsked(generation.request_id, length, tenant_of(generation.cache_salt))
+        asked = PromptAsked(generation.request_id, length, generation.tenant)
         timeout_seconds = (
             math.inf if self._must_fetch else max(LEAST_FIND_SECONDS, self._seconds_to_compute(length))
         )
@@ -174,8 +173,3 @@ class Prefixes:
     def _seconds_to_compute(self, length: int) -> float:
         step = self._settings.max_num_batched_tokens
         return prefill_seconds(self._engine.prefill_cost(), length, 0, max_step_tokens=step)
-
-
-def tenant_of(cache_salt: str) -> str:
-    """A short name for whoever has this salt; nobody learns the salt from it."""
-    return blake3(cache_salt.encode()).hexdigest(4) if cache_salt else ""
