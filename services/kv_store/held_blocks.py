@@ -94,10 +94,10 @@ class HeldBlocks:
 
     # Finding
 
-    def find(self, names: Sequence[bytes], now: float, lease_seconds: float) -> Found:
-        """The held prefix, which is kept for `lease_seconds`."""
+    def find(self, names: Sequence[bytes], now: float, lease_seconds: float, *, is_hit: bool = True) -> Found:
+        """The held prefix, which is kept for `lease_seconds`. `is_hit`: somebody wants it."""
         nodes = np.array(self.tree.longest_prefix(names), dtype=np.int64)
-        self.tree.touch(nodes, now)
+        self.tree.touch(nodes, now, is_hit=is_hit)
         if lease_seconds > 0:
             self.tree.lease(nodes, now + lease_seconds)
         missing = np.flatnonzero(~self.tree.are_in(nodes, MEMORY))

@@ -123,17 +123,19 @@ class Store:
         held, in_memory, start = list[int](), list[int](), 0
         nodes: list[Nodes] = []
         for length in question.run_lengths:
-            found = self.blocks.find(names[start : start + length], now, lease_seconds)
+            run = names[start : start + length]
+            found = self.blocks.find(run, now, lease_seconds, is_hit=question.is_lookup)
             held.append(found.nodes.size)
             in_memory.append(found.num_in_memory)
             nodes.append(found.nodes)
             start += length
         joined = np.concatenate(nodes) if nodes else np.empty(0, dtype=np.int64)
-        self._note_found(question, names, joined)
-        if self.writer is not None and self.loader is not None:
-            self.writer.on_hit(joined)
-            if question.lease:
-                self.loader.prefetch(joined, now)
+        if question.is_lookup:
+            self._note_found(question, names, joined)
+            if self.writer is not None:
+                self.writer.on_hit(joined)
+        if self.loader is not None and question.lease:
+            self.loader.prefetch(joined, now)
         return PrefixHeld(num_blocks=tuple(held), num_in_memory=tuple(in_memory), lease_seconds=lease_seconds)
 
     def begin_put(self, header: PutNames, names: Sequence[bytes]) -> Put:

@@ -248,6 +248,28 @@ async def test_the_trace_can_be_replayed(scene: StoreScene, tmp_path: Path, sett
     assert requests[1].hash_ids == hash_ids(names_of(1, 5))
 
 
+async def test_who_asks_what_to_put_is_no_lookup(scene: StoreScene, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    store = await scene.store(
+        disk_mib=64, folder=tmp_path / "kv", write_policy="selective", access_trace=str(path)
+    )
+    worker = await scene.worker(store)
+    await worker.put(names_of(1, 4))
+    await scene.until(lambda: store.gauge("store_num_blocks") == 4)
+    for _ in range(3):
+        assert await worker.held(names_of(1, 5)) == (4, 4)
+    for name in ("queried_blocks_total", "found_blocks_total", "num_unwritten_blocks"):
+        assert store.gauge(f"store_{name}") == 0
+    assert store.gauge("store_tier_misses_total", tier="dram") == 0
+    await worker.find(names_of(1, 4))
+    assert store.gauge("store_tier_blocks", tier="disk") == store.gauge("store_num_unwritten_blocks") == 0
+    await worker.find(names_of(1, 4))
+    await scene.until(lambda: store.gauge("store_tier_blocks", tier="disk") == 4)
+    assert store.gauge("store_found_blocks_total") == 8
+    assert await store.end() == 0
+    assert [line.kind for line in read_lines([path])] == ["put", "lookup", "lookup"]
+
+
 async def test_all_workers_together_get_no_more_than_the_egress_cap(scene: StoreScene) -> None:
     store = await scene.store(fetch_bytes_per_second=16 * BLOCK_BYTES / 0.2)
     workers = [await scene.worker(store, f"worker-{i}") for i in range(2)]

@@ -30,9 +30,14 @@ class FindPrefix(Request[PrefixHeld], frozen=True, kw_only=True, tag="find_prefi
     lease: bool = True
     request_id: str = ""
     num_tokens: int = 0
-    """Of the whole prompt; for the access trace."""
+    """Of the whole prompt, for the access trace; 0 where no prompt wants these blocks."""
     tenant: str = ""
     """Who asks, as an opaque short name; for the access trace."""
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether a prompt wants these blocks. Who only asks what to put gives them no hit."""
+        return self.lease or self.num_tokens > 0
 
 
 class GroupTtls(Message, frozen=True, kw_only=True, tag="group_ttls"):
