@@ -25,6 +25,10 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_length: int = 0
     hash_ids: tuple[int, ...] = ()
     """Blocks, in the order of the prompt. Mooncake's name for them."""
+    run_starts: tuple[int, ...] = ()
+    """Where in the prompt each run of these blocks begins; empty: not told."""
+    run_lengths: tuple[int, ...] = ()
+    """Blocks of each run; as many as `run_starts`."""
     kind: Literal["lookup", "put"] = "lookup"
     num_memory_hits: int = 0
     num_disk_hits: int = 0
@@ -85,19 +89,41 @@ def rotated_files(path: Path) -> list[Path]:
     return [*sorted(numbered, key=lambda p: -int(p.suffix[1:])), *([path] if path.exists() else [])]
 
 
+class _Blocks:
+    """All blocks of one request, each with its position in the prompt, as far as every lookup told it."""
+
+    def __init__(self) -> None:
+        self._positions: dict[int, int] = {}
+        self._are_told = True
+
+    def add(self, line: TraceLine) -> None:
+        runs = zip(line.run_starts, line.run_lengths, strict=False)
+        positions = [start + offset for start, length in runs for offset in range(length)]
+        if len(positions) != len(line.hash_ids):
+            self._are_told, positions = False, [0] * len(line.hash_ids)
+        for block, position in zip(line.hash_ids, positions, strict=True):
+            self._positions.setdefault(block, position)
+
+    def in_order(self) -> tuple[int, ...]:
+        if not self._are_told:
+            return tuple(self._positions)
+        return tuple(sorted(self._positions, key=self._positions.__getitem__))
+
+
 def read_requests(paths: Iterable[Path]) -> list[TracedRequest]:
     """Requests in order of their first lookup. The lookups of a request at several stores count as one, with
-    all its blocks; its output's length comes with the put of its last blocks. Lookups without a request id,
-    as Mooncake's, are requests of their own."""
+    all its blocks in the order of its prompt, or as the files have them where a lookup does not tell it; its
+    output's length comes with the put of its last blocks. Lookups without a request id, as Mooncake's, are
+    requests of their own."""
     first: dict[str, TraceLine] = {}
-    blocks: dict[str, dict[int, None]] = {}
+    blocks: dict[str, _Blocks] = {}
     outputs: dict[str, int] = {}
     for number, line in enumerate(read_lines(paths)):
         key = line.request_id or f"#{number}"
         if line.kind == "lookup":
             if key not in first or line.timestamp < first[key].timestamp:
                 first[key] = line
-            blocks.setdefault(key, {}).update(dict.fromkeys(line.hash_ids))
+            blocks.setdefault(key, _Blocks()).add(line)
         outputs[key] = max(outputs.get(key, 0), line.output_length)
     begun = min((line.timestamp for line in first.values()), default=0.0)
     requests = [
@@ -105,7 +131,7 @@ def read_requests(paths: Iterable[Path]) -> list[TracedRequest]:
             timestamp=line.timestamp - begun,
             input_length=line.input_length,
             output_length=outputs[key],
-            hash_ids=tuple(blocks[key]),
+            hash_ids=blocks[key].in_order(),
             tenant=line.tenant,
         )
         for key, line in first.items()

@@ -114,11 +114,13 @@ class Store:
     def find(self, question: FindPrefix) -> PrefixHeld:
         """How much of these runs is held. What lies on disk alone is on its way into memory from now on.
 
-        Raises ValueError for lengths that do not fit the names.
+        Raises ValueError for lengths that do not fit the names, and starts that do not fit the lengths.
         """
         names, now = split_names(question.names), time.monotonic()
         if sum(question.run_lengths) != len(names) or min(question.run_lengths, default=0) < 0:
             raise ValueError(f"runs of {question.run_lengths} blocks, but {len(names)} names")
+        if len(question.run_starts) not in (0, len(question.run_lengths)):
+            raise ValueError(f"{len(question.run_lengths)} runs that begin at {question.run_starts}")
         lease_seconds = self._settings.lease_seconds if question.lease else 0.0
         held, in_memory, start = list[int](), list[int](), 0
         nodes: list[Nodes] = []
@@ -212,6 +214,8 @@ class Store:
                     timestamp=time.time() * 1e3,
                     input_length=question.num_tokens,
                     hash_ids=hash_ids(names),
+                    run_starts=question.run_starts,
+                    run_lengths=question.run_lengths if question.run_starts else (),
                     num_memory_hits=num_in_memory,
                     num_disk_hits=nodes.size - num_in_memory,
                     group=self._group_of(nodes),

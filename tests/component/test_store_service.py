@@ -55,6 +55,8 @@ async def test_runs_that_are_not_the_names_are_an_error_to_who_asks(
     wrong = FindPrefix(names=b"".join(names_of(1, 3)), run_lengths=lengths)
     with pytest.raises(HandlerFailed):
         await worker.bus.request(wrong, to=store.incarnation, timeout_seconds=5)
+    with pytest.raises(HandlerFailed):
+        await worker.find(names_of(1, 3), run_starts=(0, 32))
     assert (await worker.find([], [])).num_blocks == (0, 0)
 
 
@@ -236,16 +238,19 @@ async def test_the_trace_can_be_replayed(scene: StoreScene, tmp_path: Path, sett
     await worker.put(names_of(1, 1, first=3), names_of(1, 3)[-1], request_id="a", num_output_tokens=17)
     await scene.until(lambda: store.gauge("store_num_blocks") == 4)
     await worker.find(names_of(1, 5), request_id="b", num_tokens=80)
+    later, first_run = names_of(2, 2, first=32), names_of(2, 3)
+    await worker.find(later, first_run, run_starts=(32, 0), request_id="c", num_tokens=40)
     assert await store.end() == 0
     first = msgspec.json.decode(path.read_bytes().splitlines()[0])
     assert {"timestamp", "input_length", "output_length", "hash_ids"} <= set(first)
     lines = list(read_lines(rotated_files(path)))
-    assert [line.kind for line in lines] == ["lookup", "put", "put", "lookup"]
+    assert [line.kind for line in lines] == ["lookup", "put", "put", "lookup", "lookup"]
     assert (lines[3].num_memory_hits, lines[3].num_disk_hits, lines[0].tenant) == (4, 0, "t")
     requests = read_requests(rotated_files(path))
-    assert [(r.input_length, r.output_length) for r in requests] == [(50, 17), (80, 0)]
+    assert [(r.input_length, r.output_length) for r in requests] == [(50, 17), (80, 0), (40, 0)]
     assert requests[0].timestamp == 0.0
     assert requests[1].hash_ids == hash_ids(names_of(1, 5))
+    assert requests[2].hash_ids == hash_ids([*first_run, *later])
 
 
 async def test_who_asks_what_to_put_is_no_lookup(scene: StoreScene, tmp_path: Path) -> None:

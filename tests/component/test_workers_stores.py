@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.bus.messages.store import FindPrefix, PrefixHeld
 from libs.cost.fetch import FetchCost
 from libs.kv import layer_groups
+from libs.kv.access_trace import hash_ids, read_requests
 from libs.kv.runs import runs_by_store
 from libs.transport.choose import make_transport
 from libs.transport.frames import Fetched, FrameHeader
@@ -231,6 +233,17 @@ async def test_a_new_store_takes_over_some_runs_which_are_then_computed_and_put_
     assert answer.num_cached_tokens == taken[0].start * BLOCK_SIZE
     await mesh.until(lambda: new.gauge("kvmesh_store_num_blocks") == sum(map(len, taken)))
     await mesh.until_idle()
+
+
+async def test_traces_of_two_stores_give_the_prompt_in_its_order(mesh: WorkersMesh, tmp_path: Path) -> None:
+    stores = [await mesh.store(name, access_trace=f"{tmp_path}/") for name in STORES]
+    gateway, prefill, decode = await mesh.gateway(), await mesh.prefill(), await mesh.decode()
+    prompt = prompt_on(["store-1", "store-0", "store-1", "store-0"], NUM_TOKENS)
+    await gateway.generate(prompt, prefill=prefill.incarnation, decode=decode.incarnation)
+    for store in stores:
+        await mesh.stop(store)
+    (request,) = read_requests(sorted(tmp_path.iterdir()))
+    assert request.hash_ids == hash_ids(names_of(prompt))
 
 
 async def test_a_hit_that_costs_more_than_to_compute_is_computed(mesh: WorkersMesh) -> None:

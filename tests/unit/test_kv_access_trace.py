@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from libs.kv.access_trace import (
     read_requests,
     rotated_files,
 )
+from libs.kv.runs import RUN_BLOCKS, runs_of
 from services.kv_store import trace_file
 from services.kv_store.trace_file import NUM_FILES, TraceFile
 
@@ -77,6 +79,35 @@ def test_the_lookups_of_a_request_at_two_stores_are_one_request(tmp_path: Path) 
     first, second = read_requests([one, other])
     assert (first.hash_ids, first.output_length, first.tenant) == ((1, 2, 3, 4), 9, "t")
     assert (second.timestamp, second.hash_ids, second.output_length) == (50.0, (1,), 0)
+
+
+@given(st.data())
+def test_blocks_of_several_stores_are_joined_in_the_order_of_the_prompt(data: st.DataObject) -> None:
+    runs = runs_of(data.draw(st.integers(1, 6 * RUN_BLOCKS)))
+    lines: list[TraceLine] = []
+    for store in "abc":
+        own = [run for run in runs if data.draw(st.sampled_from("abc")) == store or store == "a"]
+        lines.append(
+            TraceLine(
+                timestamp=1.0,
+                hash_ids=tuple(1000 - n for run in own for n in run),
+                run_starts=tuple(run.start for run in own),
+                run_lengths=tuple(map(len, own)),
+                request_id="r",
+            )
+        )
+    with TemporaryDirectory() as folder:
+        (request,) = read_requests([write(Path(folder) / "trace", *data.draw(st.permutations(lines)))])
+    assert request.hash_ids == tuple(1000 - n for run in runs for n in run)
+
+
+def test_where_one_lookup_does_not_tell_its_positions_blocks_stay_in_the_order_of_the_files(
+    tmp_path: Path,
+) -> None:
+    told = TraceLine(timestamp=1.0, hash_ids=(5, 6), run_starts=(32,), run_lengths=(2,), request_id="r")
+    untold = TraceLine(timestamp=2.0, hash_ids=(1, 2), request_id="r")
+    (request,) = read_requests([write(tmp_path / "one", told), write(tmp_path / "other", untold)])
+    assert request.hash_ids == (5, 6, 1, 2)
 
 
 def test_a_line_cut_by_a_crash_is_passed_over_and_nonsense_is_not(tmp_path: Path) -> None:

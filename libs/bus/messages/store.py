@@ -27,6 +27,8 @@ class FindPrefix(Request[PrefixHeld], frozen=True, kw_only=True, tag="find_prefi
     names: bytes
     run_lengths: tuple[int, ...]
     """Blocks of each run, in the order of `names`."""
+    run_starts: tuple[int, ...] = ()
+    """Where in the chain each run begins, in blocks, for the access trace; empty where that is not told."""
     lease: bool = True
     request_id: str = ""
     num_tokens: int = 0

@@ -158,6 +158,7 @@ class Stores:
         question = FindPrefix(
             names=b"".join(name for run in runs for name in names[run.start : run.stop]),
             run_lengths=tuple(map(len, runs)),
+            run_starts=tuple(run.start for run in runs),
             lease=lease,
             request_id=asked.request_id,
             num_tokens=asked.num_tokens,
