@@ -1,11 +1,14 @@
 """The same overlap through HTTP, a real store whose sending is throttled, and Links.
 
 The prefill worker's pool holds hardly more than one prompt, so that another one in between drives the prefix
-out: then it comes from the store.
+out: then it comes from the store. The decode worker keeps the prefix all the time, so that the same is handed
+over in both cases.
 """
 
 import random
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -61,20 +64,33 @@ async def measure_mesh_overlap(prompts: Prompts, fetch_seconds: float, num_round
         return begin + random_prompt(prompts.num_tokens - len(begin), prompts.vocab_size, source)
 
     overlap = MeshOverlap(fetch_seconds, prompts.num_layers)
-    flags = ("--dtype", "bfloat16", "--threads", "1", "--num-blocks", str(num_blocks))
-    with running_mesh(*flags, "--fetch-bytes-per-second", f"{rate:.0f}") as url:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            model = (await client.get("/v1/models")).json()["data"][0]["id"]
-            await _first_token(client, model, prompt(prefix))
-            for number in range(num_rounds + 1):
-                await _first_token(client, model, prompt([]))
-                fetched, num_cached = await _first_token(client, model, prompt(prefix))
-                here, _ = await _first_token(client, model, prompt(prefix))
-                if number:  # the first one teaches the mesh what fetching and computing cost
-                    overlap.fetched_seconds.append(fetched)
-                    overlap.here_seconds.append(here)
-                    overlap.num_cached_tokens.append(num_cached)
+    flags = ("--dtype", "bfloat16", "--threads", "1", "--fetch-bytes-per-second", f"{rate:.0f}")
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
+        config.write(f"[prefill_worker]\nnum_blocks = {num_blocks}\n")
+        config.flush()
+        with running_mesh(*flags, "--config", config.name) as url:
+            await _run(overlap, url, prompt, prefix, num_rounds)
     return overlap
+
+
+async def _run(
+    overlap: MeshOverlap,
+    url: str,
+    prompt: Callable[[list[int]], list[int]],
+    prefix: list[int],
+    num_rounds: int,
+) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        await _first_token(client, model, prompt(prefix))
+        for number in range(num_rounds + 1):
+            await _first_token(client, model, prompt([]))
+            fetched, num_cached = await _first_token(client, model, prompt(prefix))
+            here, _ = await _first_token(client, model, prompt(prefix))
+            if number:  # the first one teaches the mesh what fetching and computing cost
+                overlap.fetched_seconds.append(fetched)
+                overlap.here_seconds.append(here)
+                overlap.num_cached_tokens.append(num_cached)
 
 
 async def _first_token(client: httpx.AsyncClient, model: str, prompt: list[int]) -> tuple[float, int]:
