@@ -242,7 +242,7 @@ async def test_traces_of_two_stores_give_the_prompt_in_its_order(mesh: WorkersMe
     await gateway.generate(prompt, prefill=prefill.incarnation, decode=decode.incarnation)
     for store in stores:
         await mesh.stop(store)
-    (request,) = read_requests(sorted(tmp_path.iterdir()))
+    (request,) = read_requests([tmp_path / f"{name}.jsonl" for name in STORES])
     assert request.hash_ids == hash_ids(names_of(prompt))
 
 
