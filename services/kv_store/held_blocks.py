@@ -5,7 +5,7 @@ be found. Others learn of changes by `on_stored` and `on_removed`.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,6 +62,11 @@ class Found:
 
     nodes: Nodes
     num_in_memory: int
+
+
+def nodes_of(numbers: Iterable[int]) -> Nodes:
+    """As an array."""
+    return np.fromiter(numbers, dtype=np.int64)
 
 
 def ignore(_tier: Tier, _names: Sequence[bytes]) -> None:
@@ -261,6 +266,12 @@ class HeldBlocks:
             self.drop([node], DISK, for_room=False)
         else:
             self._forget(self.tree.doom(node))
+
+    def condemn(self, node: int) -> int:
+        """Its bytes in memory are wrong: it is lost, with its subtree. Returns how many blocks that are."""
+        num_before = len(self.tree)
+        self._forget(self.tree.doom(node))
+        return num_before - len(self.tree)
 
     # Inside
 

@@ -26,6 +26,18 @@ def read_memory(metrics: KvStoreMetrics, store: Store) -> None:
         lambda: {"dram": blocks.num_evicted[MEMORY], "disk": blocks.num_evicted[DISK]},
         "tier",
     )
+    rechecks = store.rechecks
+    metrics.count_from(
+        "store_rechecked_blocks_total",
+        "Blocks that a worker found corrupt, by what was found here: right, mended (read anew from disk), "
+        "dropped (with what followed them).",
+        lambda: {
+            "right": rechecks.num_right,
+            "mended": rechecks.num_mended,
+            "dropped": rechecks.num_dropped,
+        },
+        "result",
+    )
     if (trace := store.trace) is not None:
         metrics.count_from(
             "store_trace_dropped_total",

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from libs.bus.messages.kv_events import Tier
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
-from libs.bus.messages.store import FindPrefix, GroupTtls, PrefixHeld
+from libs.bus.messages.store import BlocksCorrupt, FindPrefix, GroupTtls, PrefixHeld
 from libs.bus.port import Subscription
 from libs.config.errors import SettingsError
 from libs.kv.block_tree import DISK, MEMORY
@@ -68,6 +68,7 @@ class KvStoreService:
         self._subscriptions = [
             await runtime.bus.serve(FindPrefix, self._find, at=runtime.incarnation),
             await runtime.bus.subscribe(GroupTtls, store.accept_ttls),
+            await runtime.bus.subscribe(BlocksCorrupt, store.rechecks.doubt, at=runtime.incarnation),
         ]
         await publisher.open()
         runtime.spawn("kv-events", publisher.run())

@@ -23,6 +23,7 @@ from services.kv_store.disk_writer import DiskWriter
 from services.kv_store.held_blocks import HeldBlocks, Nodes, Put, PutRefused
 from services.kv_store.loading import Load, Loader
 from services.kv_store.metrics import KvStoreMetrics
+from services.kv_store.rechecks import Rechecks
 from services.kv_store.settings import KvStoreSettings
 from services.kv_store.slab import make_memory
 from services.kv_store.trace_file import TraceFile
@@ -76,6 +77,7 @@ class Store:
         self.disk = disk
         self.loader = Loader(self.blocks, disk, self._spawn_load, metrics.promoted.inc) if disk else None
         self.writer = DiskWriter(self.blocks, disk, settings.write_policy) if disk else None
+        self.rechecks = Rechecks(self.blocks, disk)
         self.trace = trace
         self._page_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,6 +92,7 @@ class Store:
             self._run("disk-writer", self.writer.run())
         if self.trace is not None:
             self._run("access-trace", self.trace.run())
+        self._run("rechecks", self.rechecks.run())
         self._run("expiry", self._expire())
         self._run("pages", self._make_pages())
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from store_prompts import names_of
 from tampered_links import tampering
 from workers_mesh import BLOCK_SIZE, Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 
@@ -90,7 +91,9 @@ async def test_a_dead_store_is_a_miss_and_its_successor_is_used(mesh: WorkersMes
     assert (second.num_cached_tokens, second.tokens) == (0, tokens)
     successor = await mesh.store("store-1")
     peers = other.service._access.stores._peers
-    await mesh.until(lambda: [peer.presence.incarnation for peer in peers.values()] == [successor.incarnation])
+    await mesh.until(
+        lambda: [peer.presence.incarnation for peer in peers.values()] == [successor.incarnation]
+    )
     await gateway.generate(prompt_of(61), **where)
     await mesh.until(lambda: successor.gauge("kvmesh_store_num_blocks") == 15)
     await mesh.until_idle()
@@ -121,11 +124,35 @@ async def test_fetched_kv_with_a_flipped_bit_is_computed_instead(mesh: WorkersMe
             body[9] ^= 1
         return True
 
-    gateway, _, decode, tokens = await warm(mesh, 41, wrap=tampering(flip))
+    gateway, store, decode, tokens = await warm(mesh, 41, wrap=tampering(flip))
     other = await mesh.prefill("prefill-1")
     second = await gateway.generate(prompt_of(41), prefill=other.incarnation, decode=decode.incarnation)
     assert (second.num_cached_tokens, second.tokens) == (0, tokens)
     assert other.gauge("kvmesh_store_lookups_total", result="corrupt") == 1
+    # The store's own bytes are right, so it keeps them.
+    await mesh.until(lambda: store.gauge("kvmesh_store_rechecked_blocks_total", result="right") == 10)
+    assert store.gauge("kvmesh_store_num_blocks") == 10
+    await mesh.until_idle()
+
+
+async def test_a_block_that_went_bad_in_the_stores_memory_costs_one_prompt_its_hit_and_then_is_replaced(
+    mesh: WorkersMesh,
+) -> None:
+    gateway, store, decode, tokens = await warm(mesh, 41)
+    blocks = store.service._store.blocks
+    node = blocks.tree.node_of(names_of(prompt_of(41))[6])
+    (piece,) = blocks.slab.pieces(blocks.tree.slot[node : node + 1], range(1))
+    piece.data[0, 0, 5] ^= 1
+    others = [await mesh.prefill(f"prefill-{n}") for n in (1, 2, 3)]
+    num_cached: list[int] = []
+    for other in others:
+        answer = await gateway.generate(prompt_of(41), prefill=other.incarnation, decode=decode.incarnation)
+        assert answer.tokens == tokens
+        num_cached.append(answer.num_cached_tokens)
+        left = 6 if other is others[0] else 10
+        await mesh.until(lambda left=left: store.gauge("kvmesh_store_num_blocks") == left)
+    assert num_cached == [0, 24, 40]
+    assert store.gauge("kvmesh_store_rechecked_blocks_total", result="dropped") == 4
     await mesh.until_idle()
 
 

@@ -42,6 +42,14 @@ class FindPrefix(Request[PrefixHeld], frozen=True, kw_only=True, tag="find_prefi
         return self.lease or self.num_tokens > 0
 
 
+class BlocksCorrupt(Message, frozen=True, kw_only=True, tag="blocks_corrupt"):
+    """Some of these blocks came with another checksum: look at yours. Addressed to a store, which believes
+    only what it finds itself. `names` is the concatenation of 16-byte block names."""
+
+    subject: ClassVar[str] = "kvmesh.store.{to}.blocks_corrupt"
+    names: bytes
+
+
 class GroupTtls(Message, frozen=True, kw_only=True, tag="group_ttls"):
     """How long stores keep unused blocks of each group: a group is the subtree under one block of a chain.
 

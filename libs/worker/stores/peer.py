@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from libs.bus.messages.presence import Presence
-from libs.bus.messages.store import FindPrefix, PrefixHeld
+from libs.bus.messages.store import BlocksCorrupt, FindPrefix, PrefixHeld
 from libs.bus.port import Bus, BusError, MessageTooLarge, NoResponders, NotConnected
 from libs.kv.tensors import BlockShape
 from libs.transport.port import LinkError, LinkLost, Transport
@@ -88,6 +88,8 @@ class StorePeer:
         result, seconds = await self._link.fetch(names, segments, write, timeout_seconds=timeout_seconds)
         if result is FetchResult.FAILED:
             self._trust.failed(time.monotonic())
+        if result is FetchResult.CORRUPT:
+            self._spawn("doubt-blocks", self._doubt(names))
         return result, seconds
 
     async def put(self, part: PutPart) -> bool:
@@ -102,6 +104,13 @@ class StorePeer:
             log.info("blocks_not_put", store=self.presence.name, reason=str(error))
             return False
         return True
+
+    async def _doubt(self, names: Sequence[bytes]) -> None:
+        """Some of them may be wrong in the store's memory, and would be for every prompt that wants them."""
+        try:
+            await self._bus.publish(BlocksCorrupt(names=b"".join(names)), to=self.presence.incarnation)
+        except BusError as error:
+            log.info("store_not_told", store=self.presence.name, reason=str(error))
 
     async def _meet(self) -> None:
         try:
