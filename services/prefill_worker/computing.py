@@ -47,7 +47,7 @@ class Computing:
             if others is None:
                 break
             # Another prompt fetches the same blocks. Once it has them they are found here.
-            self._engine.abort(prompt.request_id)
+            self._give_back(prompt)
             await others.wait()
             num_here = (await self._reserve(prompt)).num_cached_blocks
             plan = await self._plan(prompt, num_here)
@@ -62,7 +62,7 @@ class Computing:
         What was handed out until now is right, for only verified KV was computed with; the same blocks come
         again and take its place, in order, on the same Link.
         """
-        self._engine.abort(prompt.request_id)
+        self._give_back(prompt)
         if prompt.outlet is not None:
             prompt.outlet.forget(prompt)
         if prompt.put is not None:
@@ -92,6 +92,11 @@ class Computing:
                 if reservation is not None:
                     return reservation
                 await self._room_came.wait()
+
+    def _give_back(self, prompt: Prompt) -> None:
+        """Its blocks are free, also for whoever waits in front of it."""
+        self._engine.abort(prompt.request_id)
+        self.room_came()
 
     async def _plan(self, prompt: Prompt, num_here: int) -> FetchPlan | None:
         """How much to fetch; None where nothing can be gained by waiting for an answer."""

@@ -161,6 +161,25 @@ async def test_a_prompt_whose_kv_stops_coming_is_begun_again_and_its_frames_do_n
     await mesh.until_idle()
 
 
+async def test_a_prompt_that_is_begun_again_gives_way_to_one_that_waited_for_its_room(
+    mesh: WorkersMesh,
+) -> None:
+    gate = Gate(1)
+    num_blocks = NUM_TOKENS // BLOCK_SIZE + 4
+    gateway, prefill, where, tokens = await warm(
+        mesh, gate, store_fetch_timeout_seconds=0.5, num_blocks=num_blocks
+    )
+    fetching = await gateway.begin(gateway.generation(prompt_of(NUM_TOKENS)), **where)
+    await gate.reached.wait()
+    waiting = await gateway.begin(gateway.generation(prompt_of(NUM_TOKENS, seed=5)), **where)
+    async with asyncio.timeout(8):
+        assert (await fetching.end()).tokens == tokens
+        assert len((await waiting.end()).tokens) == 8
+    assert prefill.gauge("kvmesh_store_lookups_total", result="failed") == 1
+    gate.opened.set()
+    await mesh.until_idle()
+
+
 @pytest.mark.parametrize("layer", [0, LAST_LAYER])
 async def test_an_abort_while_kv_is_on_its_way_leaves_nothing(mesh: WorkersMesh, layer: int) -> None:
     gate = Gate(layer)
