@@ -21,6 +21,7 @@ from libs.kv.runs import runs_by_store
 from libs.transport.choose import make_transport
 from libs.transport.frames import Fetched, FrameHeader
 from libs.transport.port import Bytes
+from libs.worker.stores.stores import PromptAsked
 
 STORES = ("store-0", "store-1")
 NUM_TOKENS = 3 * RUN_TOKENS + 50
@@ -244,6 +245,17 @@ async def test_traces_of_two_stores_give_the_prompt_in_its_order(mesh: WorkersMe
         await mesh.stop(store)
     (request,) = read_requests([tmp_path / f"{name}.jsonl" for name in STORES])
     assert request.hash_ids == hash_ids(names_of(prompt))
+
+
+async def test_a_store_that_leaves_just_before_it_is_asked_holds_nothing(mesh: WorkersMesh) -> None:
+    await mesh.store()
+    stores = (await mesh.prefill()).service._access.stores
+    await mesh.until(lambda: stores.are_there)
+    finding = asyncio.ensure_future(stores.find(names_of(prompt_of(30)), PromptAsked(), timeout_seconds=1.0))
+    await asyncio.sleep(0)  # it is chosen now, and asked in the next turn of the loop
+    stores.set_stores([])
+    found = await finding
+    assert (found.num_held, found.is_answered) == (0, False)
 
 
 async def test_a_hit_that_costs_more_than_to_compute_is_computed(mesh: WorkersMesh) -> None:

@@ -164,7 +164,8 @@ class Stores:
             num_tokens=asked.num_tokens,
             tenant=asked.tenant,
         )
-        answer = await self._peers[store].find(question, timeout_seconds=timeout_seconds)
+        peer = self._peers.get(store)  # It may have left since it was chosen.
+        answer = await peer.find(question, timeout_seconds=timeout_seconds) if peer is not None else None
         return runs_found(store, runs, answer), answer.lease_seconds if answer is not None else None
 
     async def _fetch_from(
