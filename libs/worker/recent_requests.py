@@ -1,4 +1,4 @@
-"""Which requests a worker took in lately, for its load reports: routers stop counting those. Pure."""
+"""Which requests a worker took in lately, or ended, for its load reports. Pure."""
 
 from collections import deque
 
@@ -8,13 +8,13 @@ MAX_KEPT = 512
 
 
 class RecentRequests:
-    """Request ids with the time they were taken in; the oldest go first."""
+    """Request ids with the time when it happened; the oldest go first."""
 
     def __init__(self) -> None:
         self._taken: deque[tuple[float, str]] = deque(maxlen=MAX_KEPT)
 
     def add(self, request_id: str, now: float) -> None:
-        """This one is counted in the worker's figures from now on."""
+        """It happened to this one just now."""
         self._taken.append((now, request_id))
 
     def ids(self, now: float) -> tuple[str, ...]:

@@ -48,6 +48,8 @@ class Decoding:
         self._block_size, self._num_layers = block_size, num_layers
         self._max_held, self._clock = max_held, clock
         self.recent = RecentRequests()
+        self.recently_ended = RecentRequests()
+        """Their gateways were told, or will be at once."""
         self.answer_lengths = AnswerLengths()
         self.is_draining = False
         self.came = asyncio.Event()
@@ -169,6 +171,7 @@ class Decoding:
             if token.finish is not None:
                 self.answer_lengths.add(len(held.output_ids))
                 self._end(token.sequence_id, token.finish.value)
+                self.recently_ended.add(token.sequence_id, self._clock())
                 if self._on_finished is not None:
                     self._on_finished(held)
         for gateway, deltas in by_gateway.items():
@@ -248,6 +251,7 @@ class Decoding:
 
     def _failed(self, held: HeldSequence, reason: FailureReason, detail: str) -> None:
         self._end(held.request_id, reason.value)
+        self.recently_ended.add(held.request_id, self._clock())
         self._metrics.failed.labels(reason.value).inc()
         log.info("sequence_failed", request_id=held.request_id, reason=reason.value, detail=detail)
         delta = TokenDelta(

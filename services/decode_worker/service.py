@@ -117,6 +117,7 @@ class DecodeWorkerService:
             num_waiting=max(0, len(self._sequences) - num_awaited - load.num_running),
             mean_output_tokens=self._decoding.answer_lengths.mean_tokens,
             recent_request_ids=self._decoding.recent.ids(self._clock()),
+            ended_request_ids=self._decoding.recently_ended.ids(self._clock()),
         )
 
     @property

@@ -13,6 +13,8 @@ from services.gateway.session import Attempt, Failed, Interruption, Session
 MAX_STRAYS = 10_000
 IDLE_REPORTS_BEFORE_LOST = 4
 IDLE_SECONDS_BEFORE_LOST = 2.0
+ENDED_SECONDS_BEFORE_LOST = 0.2
+"""Between two reports that name an attempt: some follow each other closely, or come before its last frame."""
 
 log = structlog.get_logger()
 
@@ -88,8 +90,10 @@ class LiveSessions:
                 session.interrupt(Interruption(FailureReason.PEER_LOST, detail))
 
     def on_load(self, report: LoadReport, now: float) -> None:
-        """A worker that has nothing to do does not work on our sessions: their last frame was lost."""
+        """What a worker has ended, or cannot be working on because it has nothing to do, but is not over here
+        has lost its last frame."""
         load = report.load
+        self._heed_ended(report, now)
         is_idle = not (load.num_running or load.num_waiting or load.num_reserved)
         if not is_idle or report.kind is not ServiceKind.DECODE_WORKER:
             return
@@ -101,6 +105,20 @@ class LiveSessions:
             is_silent = now - attempt.last_heard_seconds >= IDLE_SECONDS_BEFORE_LOST
             if is_silent and attempt.num_idle_reports >= IDLE_REPORTS_BEFORE_LOST:
                 detail = f"its worker no longer knows {attempt.request_id}"
+                session.interrupt(Interruption(FailureReason.PEER_LOST, detail))
+
+    def _heed_ended(self, report: LoadReport, now: float) -> None:
+        for request_id in report.load.ended_request_ids:
+            session = self._by_attempt.get(request_id)
+            attempt = session.attempt if session is not None else None
+            if session is None or attempt is None or attempt.request_id != request_id:
+                continue
+            if attempt.decode != report.incarnation:
+                continue
+            if attempt.told_ended_seconds is None:
+                attempt.told_ended_seconds = now
+            elif now - attempt.told_ended_seconds >= ENDED_SECONDS_BEFORE_LOST:
+                detail = f"the last tokens of {request_id} never arrived"
                 session.interrupt(Interruption(FailureReason.PEER_LOST, detail))
 
     def end_all(self, outcome: Failed) -> None:

@@ -60,6 +60,8 @@ class Attempt:
     last_heard_seconds: float = 0.0
     num_idle_reports: int = 0
     """Load reports since then that said that its worker has nothing to do."""
+    told_ended_seconds: float | None = None
+    """When a load report first said, since then, that it has ended."""
 
     def depends_on(self, incarnation: str) -> bool:
         """Whether it cannot go on without this worker; prefill is needed until the first token."""
@@ -133,7 +135,7 @@ class Session:
         attempt = self.attempt
         if attempt is None or attempt.is_over:
             return 0
-        attempt.last_heard_seconds, attempt.num_idle_reports = now, 0
+        attempt.last_heard_seconds, attempt.num_idle_reports, attempt.told_ended_seconds = now, 0, None
         attempt.is_begun = True
         attempt.is_ended_by_worker = delta.finish is not None or delta.failure is not None
         if delta.failure is not None:

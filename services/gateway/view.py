@@ -119,7 +119,8 @@ _SUMMED = (
 
 def _load(load: WorkerLoad) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(load)
-    told.pop("recent_request_ids", None)
+    for name in ("recent_request_ids", "ended_request_ids"):
+        told.pop(name, None)
     return told
 
 

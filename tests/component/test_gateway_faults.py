@@ -13,7 +13,7 @@ from libs.bus.memory_broker import MemoryBroker
 from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.generation import TokenDelta
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
-from libs.request.generation import Generation
+from libs.request.generation import Generation, num_tokens
 from libs.request.outcome import RETRYABLE, FailureReason, FinishReason
 
 TEXT = "The quick brown fox jumps over the lazy dog and runs away."
@@ -138,6 +138,26 @@ async def test_a_lost_last_frame_is_noticed_when_the_worker_says_that_it_is_idle
         await worker.report(WorkerLoad(num_blocks=10))
         await asyncio.wait({streaming}, timeout=0.25)
     assert (await streaming)[0] == TEXT
+
+
+async def test_a_lost_last_frame_is_noticed_when_a_busy_worker_says_that_it_has_ended(mesh: Mesh) -> None:
+    worker = mesh.decodes[0]
+    worker.behaviour = say_part(TEXT, 4)
+    streaming = asyncio.create_task(stream_text(mesh))
+    await worker.came_to_rest.wait()
+    worker.behaviour = say(TEXT)
+    (lost,) = worker.generations
+    num_reports = 0
+    while not streaming.done():
+        await worker.report(WorkerLoad(num_running=3, ended_request_ids=(lost.request_id,)))
+        num_reports += 1
+        await asyncio.wait({streaming}, timeout=0.25)
+    assert (await streaming)[0] == TEXT
+    assert num_reports <= 3
+    assert [num_tokens(generation) - generation.num_prompt_tokens for generation in worker.generations] == [
+        0,
+        4,
+    ]
 
 
 async def test_retryable_failures_are_tried_again_at_most_three_times(mesh: Mesh) -> None:

@@ -180,6 +180,28 @@ async def test_an_abort_frees_a_running_sequence_at_once(mesh: WorkersMesh) -> N
     assert decode.gauge("kvmesh_generation_tokens_total") < 490
 
 
+async def test_load_reports_name_what_has_ended_and_was_told_but_not_what_nobody_wants(
+    mesh: WorkersMesh,
+) -> None:
+    now = [time.time()]
+    gateway, prefill = await mesh.gateway(), await mesh.prefill()
+    decode = await mesh.decode(clock=lambda: now[0])
+    where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
+    whole = await gateway.generate(prompt_of(20), **where)
+    aborted = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=500), **where)
+    await gateway.abort(aborted)
+    await mesh.until_idle()
+    expired = gateway.generation(prompt_of(20), seconds=1.0)
+    gateway.listen(expired)
+    await gateway.reserve(expired, decode.incarnation, prefill.incarnation)
+    assert decode.load().ended_request_ids == (whole.generation.request_id,)
+    now[0] += 1.5
+    decode.service._decoding.expire()
+    assert decode.load().ended_request_ids == (whole.generation.request_id, expired.request_id)
+    now[0] += 10.0
+    assert decode.load().ended_request_ids == ()
+
+
 @pytest.mark.parametrize("is_gateway_gone", [False, True])
 async def test_a_prompt_on_its_way_is_freed_by_an_abort_and_with_its_gateway(
     mesh: WorkersMesh, is_gateway_gone: bool

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from libs.bus.messages.generation import TokenDelta, TokenFrame
-from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.request.sampling import SamplingParams
 from services.gateway.live_sessions import LiveSessions
 from services.gateway.metrics import GatewayMetrics
@@ -86,3 +86,32 @@ def test_a_prefill_worker_is_not_needed_after_the_first_token() -> None:
     live.on_frame(TokenFrame(worker="d", deltas=[TokenDelta(attempt.request_id, 0, (65,))]), 1.0)
     live.on_departed(gone(ServiceKind.PREFILL_WORKER, "p"), num_routers_left=1)
     assert attempt.interruption is None
+
+
+def ended(worker: str, *request_ids: str) -> LoadReport:
+    load = WorkerLoad(num_running=1, ended_request_ids=request_ids)
+    return LoadReport(kind=ServiceKind.DECODE_WORKER, incarnation=worker, sequence=1, load=load)
+
+
+def test_what_its_worker_has_ended_for_two_reports_is_replayed_and_nothing_else() -> None:
+    live = new_live()
+    lost, other, elsewhere = (enter(live, name, prefill="p", decode="d") for name in "abc")
+    elsewhere.decode = "e"
+    for at in (1.0, 1.02, 1.15):
+        live.on_load(ended("d", lost.request_id, elsewhere.request_id, "unknown"), at)
+        assert lost.interruption is None
+    live.on_load(ended("d", lost.request_id, elsewhere.request_id, "unknown"), 1.25)
+    assert lost.interruption is not None
+    assert lost.interruption.lost == lost.interruption.suspect == ""
+    assert other.interruption is elsewhere.interruption is None
+
+
+def test_tokens_that_come_later_than_the_report_of_their_end_are_taken() -> None:
+    live = new_live()
+    late = enter(live, "a", prefill="p", decode="d")
+    live.on_load(ended("d", late.request_id), 1.0)
+    live.on_frame(TokenFrame(worker="d", deltas=[TokenDelta(late.request_id, 0, (65,))]), 1.2)
+    live.on_load(ended("d", late.request_id), 1.3)
+    assert late.interruption is None
+    live.on_load(ended("d", late.request_id), 1.55)
+    assert late.interruption is not None

@@ -81,6 +81,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What the sequences that ended here took, on a running average; 0: not known."""
     recent_request_ids: tuple[str, ...] = ()
     """Attempts taken in within the last seconds: what is named here is counted in the figures above."""
+    ended_request_ids: tuple[str, ...] = ()
+    """Attempts that came to an end here within the last seconds, and whose gateways were told: one that still
+    waits for such an attempt has lost its last token frame."""
 
 
 class LoadReport(Message, frozen=True, kw_only=True, tag="load"):
