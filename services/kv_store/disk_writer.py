@@ -69,7 +69,8 @@ class DiskWriter:
         self._is_due = asyncio.Event()
         self._is_idle = asyncio.Event()
         self.num_skipped = 0
-        """Blocks that the policy wanted on disk and that were not written: too many waited, or no room."""
+        """Blocks that the policy wanted on disk and that were not written: too many waited, no room, or they
+        left memory first."""
 
     @property
     def num_waiting(self) -> int:
@@ -198,7 +199,9 @@ class DiskWriter:
         tree, nodes, shape = self._blocks.tree, list[int](), (0, 0)
         while self._waiting:
             name, node = next(iter(self._waiting.items()))
-            if tree.node_of(name) == node and tree.is_in(node, MEMORY) and not tree.is_in(node, DISK):
+            if tree.node_of(name) != node or not tree.is_in(node, MEMORY):
+                self.num_skipped += 1
+            elif not tree.is_in(node, DISK):
                 its = self._blocks.shape_of(node)
                 if nodes and (its != shape or (len(nodes) + 1) * its[0] * its[1] > self._batch_bytes):
                     break

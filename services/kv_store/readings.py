@@ -71,7 +71,7 @@ def read_disk(metrics: KvStoreMetrics, store: Store) -> None:
     )
     metrics.count_from(
         "store_disk_writes_total",
-        "Blocks written to disk, or skipped: no room, paused, or too many waited.",
+        "Blocks written to disk, or skipped: no room, paused, too many waited, or gone from memory first.",
         lambda: {"written": counts.num_written, "skipped": writer.num_skipped},
         "result",
     )

@@ -164,7 +164,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_what_left_memory_before_its_turn_is_not_written() -> None:
+async def test_what_left_memory_before_its_turn_is_not_written_and_counted() -> None:
     disk = PlayedDisk()
     async with writing(disk=disk) as scene:
         disk.gate.clear()
@@ -175,6 +175,7 @@ async def test_what_left_memory_before_its_turn_is_not_written() -> None:
         disk.gate.set()
         await scene.settle()
         assert scene.on_disk() == {1}
+        assert scene.writer.num_skipped == 1
 
 
 async def test_what_is_lost_while_it_is_written_is_removed_again() -> None:
