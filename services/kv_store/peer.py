@@ -168,11 +168,11 @@ class Peer:
         async with asyncio.TaskGroup() as tasks:
             sending: deque[asyncio.Task[None]] = deque()
             for layers in layer_groups(source.num_layers, source.bytes_per_layer):
-                if len(sending) == NUM_IN_FLIGHT:
-                    await sending.popleft()
                 body = await source.body(layers, buffers)
                 if body is None:
                     return False  # once those before have been sent
+                if len(sending) == NUM_IN_FLIGHT:
+                    await sending.popleft()
                 header = Fetched(
                     fetch_id=fetch_id,
                     layer=layers.start,
