@@ -43,13 +43,10 @@ class MeshOverlap:
     num_cached_tokens: list[int] = field(default_factory=list[int])
     """Of the runs with the prefix at the store; fewer than are held where a part was computed instead."""
 
-    def predicted_seconds(self) -> list[float]:
-        """By the formula, where a run with the prefix here tells the compute."""
-        layers = self.num_layers
-        return [
-            overlapped_seconds(self.fetch_seconds_per_layer, here / layers, layers)
-            for here in self.here_seconds
-        ]
+    def predicted_seconds(self) -> float:
+        """By the formula, where the best run with the prefix here tells the compute."""
+        compute = min(self.here_seconds) / self.num_layers
+        return overlapped_seconds(self.fetch_seconds_per_layer, compute, self.num_layers)
 
 
 async def measure_mesh_overlap(prompts: Prompts, fetch_seconds: float, num_rounds: int) -> MeshOverlap:
