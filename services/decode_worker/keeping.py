@@ -27,7 +27,6 @@ MAX_WAITING = 256
 """Finished sequences that wait; their blocks lie in the pool as long as nobody needs the room."""
 PIECE_BYTES = 4 << 20
 """Copied out of the pool between two steps: about a millisecond."""
-FIND_TIMEOUT_SECONDS = 1.0
 
 log = structlog.get_logger()
 
@@ -72,12 +71,7 @@ class Keeping:
         names = block_names(
             _computed_ids(held), self._block_size, self._fingerprint, held.generation.cache_salt
         )
-        found = await self._stores.find(
-            names,
-            PromptAsked(held.request_id),
-            lease=False,
-            timeout_seconds=FIND_TIMEOUT_SECONDS,
-        )
+        found = await self._stores.find(names, PromptAsked(held.request_id), lease=False)
         for run in found.runs:
             await self._put(held, names, run.missing, run.store)
 

@@ -145,15 +145,15 @@ class Prefixes:
 
         recompute_seconds = self._seconds_to_compute(num_tokens(prefix.generation))
         patience_seconds = max(LEAST_FETCH_SECONDS, PATIENCE * plan.seconds, recompute_seconds)
-        fetched = await self._stores.fetch(
+        result = await self._stores.fetch(
             prefix.names,
             prefix.found,
             range(num_here, num_here + plan.num_blocks),
             write,
             timeout_seconds=math.inf if self._must_fetch else patience_seconds,
         )
-        self._metrics.lookups.labels(fetched.result.value).inc()
-        return fetched.result
+        self._metrics.lookups.labels(result.value).inc()
+        return result
 
     @property
     def _must_fetch(self) -> bool:

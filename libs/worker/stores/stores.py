@@ -1,6 +1,7 @@
 """All KV stores of the mesh: a prefix where there is one, a miss in every other case."""
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,14 +30,6 @@ class PromptAsked:
     request_id: str = ""
     num_tokens: int = 0
     tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """How a fetch over all stores ended; the first `num_blocks` of what was wanted are whole in any case."""
-
-    result: FetchResult
-    num_blocks: int
 
 
 class Stores:
@@ -93,7 +86,12 @@ class Stores:
                 self._peers[name].meet()
 
     async def find(
-        self, names: Sequence[bytes], asked: PromptAsked, *, lease: bool = True, timeout_seconds: float
+        self,
+        names: Sequence[bytes],
+        asked: PromptAsked,
+        *,
+        lease: bool = True,
+        timeout_seconds: float = math.inf,
     ) -> Found:
         """How much of this prompt is held where; the stores concerned are asked at once, and bring what is on
         disk into memory. Never raises for a store's sake, and never takes longer than the timeout."""
@@ -115,7 +113,7 @@ class Stores:
         write: WriteBlocks,
         *,
         timeout_seconds: float,
-    ) -> Fetched:
+    ) -> FetchResult:
         """Have these blocks of a prompt written, all layers of each, from all stores at once, each layer by
         layer. After this returned nothing more is written. Never raises for a store's sake."""
         parts = found.by_store(blocks)
@@ -134,10 +132,9 @@ class Stores:
             self.num_fetching -= 1
         bad = [(start, result) for start, (result, _) in results.items() if result is not FetchResult.HIT]
         if bad:
-            first, result = min(bad, key=lambda one: one[0])
-            return Fetched(result, first - blocks.start)
+            return min(bad, key=lambda one: one[0])[1]
         self._measure(found, blocks, max(seconds for _, seconds in results.values()), num_sharing)
-        return Fetched(FetchResult.HIT, len(blocks))
+        return FetchResult.HIT
 
     async def put(self, store: str, part: PutPart) -> bool:
         """Whether these blocks were sent to the store of this name."""
