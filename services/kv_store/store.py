@@ -125,17 +125,19 @@ class Store:
         if len(question.run_starts) not in (0, len(question.run_lengths)):
             raise ValueError(f"{len(question.run_lengths)} runs that begin at {question.run_starts}")
         lease_seconds = self._settings.lease_seconds if question.lease else 0.0
+        # Who only asks what to put gives no hit and leaves no trace.
+        is_lookup = question.lease or question.num_tokens > 0
         held, in_memory, start = list[int](), list[int](), 0
         nodes: list[Nodes] = []
         for length in question.run_lengths:
             run = names[start : start + length]
-            found = self.blocks.find(run, now, lease_seconds, is_hit=question.is_lookup)
+            found = self.blocks.find(run, now, lease_seconds, is_hit=is_lookup)
             held.append(found.nodes.size)
             in_memory.append(found.num_in_memory)
             nodes.append(found.nodes)
             start += length
         joined = np.concatenate(nodes) if nodes else np.empty(0, dtype=np.int64)
-        if question.is_lookup:
+        if is_lookup:
             self._note_found(question, names, joined)
             if self.writer is not None:
                 self.writer.on_hit(joined)

@@ -36,11 +36,6 @@ class FindPrefix(Request[PrefixHeld], frozen=True, kw_only=True, tag="find_prefi
     tenant: str = ""
     """Who asks, as an opaque short name; for the access trace."""
 
-    @property
-    def is_lookup(self) -> bool:
-        """Whether a prompt wants these blocks. Who only asks what to put gives them no hit."""
-        return self.lease or self.num_tokens > 0
-
 
 class BlocksCorrupt(Message, frozen=True, kw_only=True, tag="blocks_corrupt"):
     """Some of these blocks came with another checksum: look at yours. Addressed to a store, which believes
