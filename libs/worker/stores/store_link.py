@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -33,6 +33,9 @@ from libs.worker.stores.put_part import PutPart
 WriteBlocks = Callable[[int, int, torch.Tensor], Awaitable[bool]]
 """Layer, first block of the prompt, and blocks from there on. Returns when their memory is no longer needed;
 False where nobody wants them any more. Raises EngineError."""
+
+PUT_FRAMES_IN_FLIGHT = 3
+"""The next is checksummed while these travel."""
 
 log = structlog.get_logger()
 
@@ -140,14 +143,21 @@ class StoreLink:
                 num_output_tokens=part.num_output_tokens,
             )
             await self._send(encode_header(names), _joined(part.names))
-            for layers in layer_groups(self._num_layers, self._shape.num_bytes * len(part.names)):
-                body = bytes_of(part.take_layers(layers))
-                checksum = checksum_of_blocks(block_checksums(body, len(layers) * len(part.names)))
-                header = PutLayer(
-                    put_id=put_id, layer=layers.start, num_layers=len(layers), checksum=checksum
-                )
-                await self._send(encode_header(header), body)
-                self._metrics.transfer_bytes.labels("put").inc(body.size)
+            groups = iter(layer_groups(self._num_layers, self._shape.num_bytes * len(part.names)))
+            senders = (self._put_layers(part, put_id, groups) for _ in range(PUT_FRAMES_IN_FLIGHT))
+            # All are waited for: a frame's memory is read until it was taken.
+            for result in await asyncio.gather(*senders, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
+
+    async def _put_layers(self, part: PutPart, put_id: int, groups: Iterator[range]) -> None:
+        """Send what comes next of the groups, until nothing is left or the Link is lost."""
+        for layers in groups:
+            body = bytes_of(part.take_layers(layers))
+            checksum = checksum_of_blocks(block_checksums(body, len(layers) * len(part.names)))
+            header = PutLayer(put_id=put_id, layer=layers.start, num_layers=len(layers), checksum=checksum)
+            await self._send(encode_header(header), body)
+            self._metrics.transfer_bytes.labels("put").inc(body.size)
 
     async def _send(self, header: bytes, body: NDArray[np.uint8]) -> None:
         await self._link.send(header, body, timeout_seconds=self._send_timeout_seconds)
