@@ -12,6 +12,9 @@ from libs.bus.messages.presence import Presence, ServiceState
 from libs.bus.port import Bus
 from libs.runtime.identity import Identity
 
+Spawn = Callable[[str, Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+"""`Runtime.spawn`, for those who need nothing else of it."""
+
 _NUM_CANCELLATIONS, _CANCELLATION_SECONDS = 3, 1.0
 
 log = structlog.get_logger()

@@ -15,6 +15,7 @@ from libs.kv.access_trace import TraceLine, hash_ids
 from libs.kv.block_tree import DISK, MEMORY, TreeFull
 from libs.kv.group_ttl import GroupTtl
 from libs.kv.names import NAME_BYTES, split_names
+from libs.runtime.runtime import Spawn
 from libs.transport.frames import PutNames
 from services.kv_store.disk.blocks import DiskBlock
 from services.kv_store.disk.disk_tier import DiskTier
@@ -35,8 +36,6 @@ MIN_BLOCKS, MAX_BLOCKS = 1 << 16, 1 << 24
 SWEEP_NODES, SWEEP_SECONDS = 1 << 15, 0.2
 AT_ONCE = 256
 """Blocks adopted or expired before others get their turn."""
-
-Spawn = Callable[[str, Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class KvEvents(Protocol):
@@ -79,6 +78,9 @@ class Store:
         self.writer = DiskWriter(self.blocks, disk, settings.write_policy) if disk else None
         self.rechecks = Rechecks(self.blocks, disk)
         self.trace = trace
+        self.num_asked_blocks = 0
+        self.num_hit_blocks = {MEMORY: 0, DISK: 0}
+        """By the fastest tier that had them."""
         self._page_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -206,6 +208,9 @@ class Store:
 
     def _note_found(self, question: FindPrefix, names: Sequence[bytes], nodes: Nodes) -> None:
         num_in_memory = int(np.count_nonzero(self.blocks.tree.are_in(nodes, MEMORY)))
+        self.num_asked_blocks += len(names)
+        self.num_hit_blocks[MEMORY] += num_in_memory
+        self.num_hit_blocks[DISK] += nodes.size - num_in_memory
         self._metrics.queried_blocks.inc(len(names))
         self._metrics.found_blocks.inc(nodes.size)
         self._metrics.tier_hits.labels("dram").inc(num_in_memory)

@@ -8,8 +8,7 @@ first counts.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -19,6 +18,7 @@ from libs.engine.errors import EngineError
 from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason, RefusalReason
+from libs.runtime.runtime import Spawn
 from libs.telemetry.traces import start_span
 from libs.transport.frames import HandOverFailed
 from libs.transport.port import LinkError
@@ -33,7 +33,6 @@ from services.prefill_worker.outlets import Outlets
 from services.prefill_worker.prompts import Prompt, PromptFailed, Prompts
 
 SendTokens = Callable[[str, Sequence[TokenDelta]], None]
-Spawn = Callable[[str, Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 HANDED_OVER = "handed_over"
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import structlog
 
@@ -11,13 +10,12 @@ from libs.bus.messages.presence import Presence
 from libs.bus.messages.store import BlocksCorrupt, FindPrefix, PrefixHeld
 from libs.bus.port import Bus, BusError, MessageTooLarge, NoResponders, NotConnected
 from libs.kv.tensors import BlockShape
+from libs.runtime.runtime import Spawn
 from libs.transport.port import LinkError, LinkLost, Transport
 from libs.worker.stores.metrics import StoreMetrics
 from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.store_link import FetchResult, StoreLink, WriteBlocks
 from libs.worker.stores.trust import Trust
-
-Spawn = Callable[[str, Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 log = structlog.get_logger()
 

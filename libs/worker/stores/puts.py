@@ -7,10 +7,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from libs.runtime.runtime import Spawn
 from libs.worker.stores.collected_put import CollectedPut
 from libs.worker.stores.found import Found, RunFound
 from libs.worker.stores.metrics import StoreMetrics
-from libs.worker.stores.peer import Spawn
 from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.stores import Stores
 

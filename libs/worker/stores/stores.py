@@ -13,10 +13,11 @@ from libs.cost.estimators import FetchEstimator
 from libs.cost.fetch import FetchCost
 from libs.kv.runs import runs_by_store
 from libs.kv.tensors import BlockShape
+from libs.runtime.runtime import Spawn
 from libs.transport.port import Transport
 from libs.worker.stores.found import Found, RunFound, runs_found
 from libs.worker.stores.metrics import StoreMetrics
-from libs.worker.stores.peer import Spawn, StorePeer
+from libs.worker.stores.peer import StorePeer
 from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.settings import StoreSettings
 from libs.worker.stores.side_by_side import until_useless
