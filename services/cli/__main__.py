@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(gateway: Gateway, options: argparse.Namespace) -> None:
     as_json = options.output == "json"
     if options.command == "status":
-        show_status(gateway.mesh_with_tiers(), as_json=as_json, out=sys.stdout)
+        show_status(gateway.mesh(), as_json=as_json, out=sys.stdout)
         return
     prompt = " ".join(options.prompt)
     if not prompt and sys.stdin.isatty() and not as_json:

@@ -8,11 +8,8 @@ from typing import Any
 
 import httpx
 
-from services.cli.tiers import as_json, tiers_of
-
 _CONNECT_TIMEOUT_SECONDS = 5.0
 _ANSWER_TIMEOUT_SECONDS = 600.0
-_STORE_TIMEOUT_SECONDS = 2.0
 
 
 class GatewayError(Exception):
@@ -60,25 +57,14 @@ class Gateway:
         timeout = httpx.Timeout(_ANSWER_TIMEOUT_SECONDS, connect=_CONNECT_TIMEOUT_SECONDS)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(timeout=timeout, headers=headers, transport=transport)
-        # Another one, because the key is for the gateway alone.
-        self._stores = httpx.Client(timeout=_STORE_TIMEOUT_SECONDS, transport=transport)
 
     def close(self) -> None:
         """Idempotent."""
         self._client.close()
-        self._stores.close()
 
     def mesh(self) -> dict[str, Any]:
         """GET /v1/mesh: {"services": [...]}."""
         return self._get("/v1/mesh")
-
-    def mesh_with_tiers(self) -> dict[str, Any]:
-        """`mesh`, each KV store with the `tiers` that it tells; None where it cannot be reached from here."""
-        mesh = self.mesh()
-        for service in mesh.get("services", []):
-            if service.get("kind") == "kv_store" and service.get("http_address"):
-                service["tiers"] = self._tiers(service["http_address"])
-        return mesh
 
     def first_model(self) -> str:
         """The name of the first model that is served."""
@@ -122,14 +108,6 @@ class Gateway:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         raise GatewayError("the answer broke off in the middle")
-
-    def _tiers(self, http_address: str) -> list[dict[str, Any]] | None:
-        # Stores listen where their mesh is; whoever asks from elsewhere sees the rest of the status.
-        try:
-            response = self._stores.get(f"{http_address}/metrics")
-            return as_json(tiers_of(response.raise_for_status().text))
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError):
-            return None
 
     def _get(self, path: str) -> dict[str, Any]:
         try:

@@ -35,37 +35,38 @@ def show_status(mesh: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
         table.add_row("[bold]all[/]", "", *load_cells(totals))
     console = Console(file=out, highlight=False, width=None if out.isatty() else _PIPE_WIDTH)
     console.print(table)
-    stores = [service for service in mesh.get("services", []) if "tiers" in service]
-    if stores:
+    tiers = [(service, tier) for service in mesh.get("services", []) for tier in _tiers(service)]
+    if tiers:
         console.print()
-        console.print(_stores_table(stores))
+        console.print(_stores_table(tiers))
 
 
-def _stores_table(stores: list[dict[str, Any]]) -> Table:
+def _tiers(service: dict[str, Any]) -> list[dict[str, Any]]:
+    return (service.get("load") or {}).get("tiers") or []
+
+
+def _stores_table(tiers: list[tuple[dict[str, Any], dict[str, Any]]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("store", no_wrap=True)
     table.add_column("tier", no_wrap=True)
     for title in ("blocks", "GiB", "of GiB", "hit blocks", "of asked"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("detail")
-    for store in stores:
-        name = str(store.get("name", "?"))
-        if store["tiers"] is None:
-            table.add_row(name, *[""] * 6, "its metrics cannot be reached from here")
-        for tier in store["tiers"] or ():
-            table.add_row(name, *tier_cells(tier))
+    for store, tier in tiers:
+        table.add_row(str(store.get("name", "?")), *tier_cells(tier))
     return table
 
 
 def tier_cells(tier: dict[str, Any]) -> list[str]:
     """tier, blocks, GiB, capacity, hits, their share of all blocks asked for, detail."""
+    num_hit, num_asked = tier["num_hit_blocks"], tier["num_asked_blocks"]
     return [
         str(tier["tier"]),
         str(tier["num_blocks"]),
         f"{tier['num_bytes'] / _GIB:.2f}",
-        f"{tier['capacity_bytes'] / _GIB:.2f}" if tier["capacity_bytes"] else "",
-        str(tier["num_hit_blocks"]),
-        "" if tier["hit_share"] is None else f"{tier['hit_share']:.1%}",
+        f"{tier['capacity_bytes'] / _GIB:.2f}",
+        str(num_hit),
+        f"{num_hit / num_asked:.1%}" if num_asked else "",
         "takes no writes for now" if tier["is_paused"] else "",
     ]
 

@@ -121,6 +121,8 @@ def _load(load: WorkerLoad) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(load)
     for name in ("recent_request_ids", "ended_request_ids"):
         told.pop(name, None)
+    if not load.tiers:
+        del told["tiers"]  # of stores alone
     return told
 
 

@@ -21,6 +21,7 @@ from services.kv_store.peer import Peer
 from services.kv_store.readings import read_disk, read_memory
 from services.kv_store.settings import KvStoreSettings
 from services.kv_store.store import GIB, Store, open_disk, open_trace
+from services.kv_store.tier_loads import tier_loads
 from services.kv_store.token_bucket import TokenBucket
 
 
@@ -100,7 +101,9 @@ class KvStoreService:
         num_held = blocks.tree.num_in(MEMORY) + blocks.num_staged
         used = blocks.slab.num_used_bytes
         return WorkerLoad(
-            num_blocks=blocks.slab.budget_bytes * num_held // used if used else 0, num_used_blocks=num_held
+            num_blocks=blocks.slab.budget_bytes * num_held // used if used else 0,
+            num_used_blocks=num_held,
+            tiers=tier_loads(self._store),
         )
 
     def _make_store(self, publisher: KvEventPublisher) -> Store:

@@ -62,6 +62,12 @@ async def test_a_question_brings_blocks_into_memory_before_they_are_fetched(
     await scene.until(lambda: store.gauge("store_promoted_blocks_total") == 4)
     assert store.gauge("store_tier_hits_total", tier="disk") == 4
     assert store.gauge("store_tier_misses_total", tier="disk") == 2
+    memory, disk = store.service.load().tiers
+    assert (memory.tier, memory.num_hit_blocks, memory.num_asked_blocks) == ("dram", 0, 6)
+    assert (disk.tier, disk.num_hit_blocks, disk.num_asked_blocks, disk.is_paused) == ("disk", 4, 6, False)
+    assert (memory.num_blocks, memory.num_bytes) == (16, memory.capacity_bytes)
+    assert disk.num_blocks == store.gauge("store_tier_blocks", tier="disk") == 20
+    assert 20 * 4 * 4096 <= disk.num_bytes <= disk.capacity_bytes
 
 
 @pytest.mark.parametrize("memory_blocks", [4, 12])

@@ -44,6 +44,8 @@ async def test_runs_are_answered_one_by_one(scene: StoreScene) -> None:
     assert answer.lease_seconds == 5.0
     assert store.gauge("store_queried_blocks_total") == 8
     assert store.gauge("store_found_blocks_total") == store.gauge("store_tier_hits_total", tier="dram") == 5
+    (memory,) = store.service.load().tiers
+    assert (memory.num_blocks, memory.num_hit_blocks, memory.num_asked_blocks) == (5, 5, 8)
 
 
 @pytest.mark.parametrize("lengths", [(2, 2), (-1, 4), (4, -2, 2)])

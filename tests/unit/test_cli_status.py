@@ -3,12 +3,9 @@
 import io
 import json
 
-import httpx
 import pytest
 
-from services.cli.gateway import Gateway
 from services.cli.status import load_cells, show_status
-from services.cli.tiers import as_json, tiers_of
 
 LOAD = {
     "num_running": 3, "num_waiting": 1, "num_reserved": 2, "num_blocks": 200, "num_used_blocks": 50,
@@ -54,27 +51,12 @@ def test_a_service_without_load_has_empty_cells() -> None:
     assert load_cells({})[3] == ""
 
 
-EXPOSITION = """\
-# HELP kvmesh_store_tier_blocks Blocks in each tier.
-# TYPE kvmesh_store_tier_blocks gauge
-kvmesh_store_tier_blocks{tier="disk"} 900.0
-kvmesh_store_tier_blocks{tier="dram"} 100.0
-# TYPE kvmesh_store_tier_bytes gauge
-kvmesh_store_tier_bytes{tier="disk"} 3221225472.0
-kvmesh_store_tier_bytes{tier="dram"} 1073741824.0
-# TYPE kvmesh_store_tier_capacity_bytes gauge
-kvmesh_store_tier_capacity_bytes{tier="disk"} 4294967296.0
-# TYPE kvmesh_store_tier_hits_total counter
-kvmesh_store_tier_hits_total{tier="dram"} 30.0
-kvmesh_store_tier_hits_total{tier="disk"} 10.0
-# TYPE kvmesh_store_queried_blocks_total counter
-kvmesh_store_queried_blocks_total 80.0
-# TYPE kvmesh_store_disk_paused gauge
-kvmesh_store_disk_paused 1.0
-# TYPE kvmesh_kv_transfer_seconds histogram
-kvmesh_kv_transfer_seconds_bucket{le="+Inf"} 3.0
-kvmesh_kv_transfer_seconds_sum 1.5
-"""
+TIERS = [
+    {"tier": "dram", "num_blocks": 100, "num_bytes": 1 << 30, "capacity_bytes": 2 << 30, "num_hit_blocks": 30,
+     "num_asked_blocks": 80, "is_paused": False},
+    {"tier": "disk", "num_blocks": 900, "num_bytes": 3 << 30, "capacity_bytes": 4 << 30, "num_hit_blocks": 10,
+     "num_asked_blocks": 80, "is_paused": True},
+]  # fmt: skip
 
 
 def store(**facts: object) -> dict[str, object]:
@@ -88,48 +70,20 @@ def store(**facts: object) -> dict[str, object]:
     }
 
 
-def test_a_stores_metrics_tell_its_tiers_the_fastest_first() -> None:
-    dram, disk = tiers_of(EXPOSITION)
-    assert (dram.tier, dram.num_blocks, dram.num_bytes, dram.capacity_bytes) == ("dram", 100, 1 << 30, 0)
-    assert (disk.tier, disk.num_blocks, disk.capacity_bytes) == ("disk", 900, 4 << 30)
-    assert (dram.num_hit_blocks, dram.hit_share, disk.hit_share) == (30, 0.375, 0.125)
-    assert (dram.is_paused, disk.is_paused) == (False, True)
-
-
-def test_metrics_without_tiers_or_of_a_store_that_nobody_asked_yet_are_taken() -> None:
-    assert tiers_of("") == []
-    (dram,) = tiers_of('kvmesh_store_tier_blocks{tier="dram"} 0\n')
-    assert dram.hit_share is None
-    with pytest.raises(ValueError, match="convert"):
-        tiers_of("<html>no metrics</html> {")
-
-
-def test_stores_are_asked_without_the_key_and_may_be_out_of_reach() -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/mesh":
-            stores = [store(http_address=f"http://{host}") for host in ("here", "away", "broken")]
-            return httpx.Response(200, json={"services": [*stores, *MESH["services"]]})
-        assert "authorization" not in request.headers
-        if request.url.host == "away":
-            raise httpx.ConnectError("refused")
-        return httpx.Response(200 if request.url.host == "here" else 500, text=EXPOSITION)
-
-    gateway = Gateway("http://gateway", "key", httpx.MockTransport(answer))
-    here, away, broken, *others = gateway.mesh_with_tiers()["services"]
-    gateway.close()
-    assert here["tiers"] == as_json(tiers_of(EXPOSITION))
-    assert (away["tiers"], broken["tiers"]) == (None, None)
-    assert not any("tiers" in service for service in others)
-
-
 def test_each_tier_of_a_store_is_a_row() -> None:
-    lines = table({"services": [store(tiers=as_json(tiers_of(EXPOSITION)))]})
+    lines = table({"services": [store(load={"tiers": TIERS})]})
     rows = [line.split() for line in lines]
-    assert ["store-0", "dram", "100", "1.00", "30", "37.5%"] in rows
+    assert ["store-0", "dram", "100", "1.00", "2.00", "30", "37.5%"] in rows
     disk = ["store-0", "disk", "900", "3.00", "4.00", "10", "12.5%"]
     assert [*disk, "takes", "no", "writes", "for", "now"] in rows
 
 
-def test_a_store_out_of_reach_is_said_to_be() -> None:
-    assert "its metrics cannot be reached from here" in table({"services": [store(tiers=None)]})[-1]
-    assert len(table({"services": [store()]})) == 2
+def test_a_store_that_nobody_asked_yet_has_no_hit_rate() -> None:
+    tiers = [{**TIERS[0], "num_hit_blocks": 0, "num_asked_blocks": 0}]
+    *_, row = table({"services": [store(load={"tiers": tiers})]})
+    assert row.split() == ["store-0", "dram", "100", "1.00", "2.00", "0"]
+
+
+@pytest.mark.parametrize("load", [None, {}, {"tiers": []}])
+def test_without_tiers_there_is_one_table(load: object) -> None:
+    assert len(table({"services": [store(load=load)]})) == 2

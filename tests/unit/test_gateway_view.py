@@ -2,7 +2,7 @@
 
 import pytest
 
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, TierLoad, WorkerLoad
 from services.gateway.view import (
     Loads,
     instances,
@@ -88,6 +88,21 @@ def test_the_status_tells_each_service_with_its_newest_load_and_the_sums() -> No
     assert "secret" not in str(status)
     assert router["load"] is None
     assert status["totals"]["num_running"] == 5
+
+
+def test_only_stores_tell_of_tiers() -> None:
+    tier = TierLoad(
+        tier="dram", num_blocks=1, num_bytes=2, capacity_bytes=3, num_hit_blocks=4, num_asked_blocks=5
+    )
+    store, loads = one(ServiceKind.KV_STORE), Loads()
+    load = WorkerLoad(num_blocks=9, tiers=(tier,))
+    loads.hear(LoadReport(kind=store.kind, incarnation=store.incarnation, sequence=1, load=load), 0.0)
+    loads.hear(report(1, 5), 0.0)
+    status = mesh_status([DECODE, store], loads, 0.0)
+    worker, told = status["services"]
+    assert "tiers" not in worker["load"]
+    assert told["load"]["tiers"][0]["capacity_bytes"] == 3
+    assert status["totals"]["num_blocks"] == 0
 
 
 def test_a_worker_that_left_leaves_no_load() -> None:

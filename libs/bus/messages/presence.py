@@ -56,6 +56,22 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     """Of one KV block in all layers."""
 
 
+class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of a KV store."""
+
+    tier: str
+    """A value of `Tier`: dram or disk."""
+    num_blocks: int
+    num_bytes: int
+    capacity_bytes: int
+    num_hit_blocks: int
+    """Blocks found here, not in a faster tier, since the store started."""
+    num_asked_blocks: int
+    """Blocks that the store was asked for since then."""
+    is_paused: bool = False
+    """It takes no writes for now."""
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker holds and has to do now."""
 
@@ -79,6 +95,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What it costs to bring KV from the stores here, as measured; None: not known."""
     mean_output_tokens: float = 0.0
     """What the sequences that ended here took, on a running average; 0: not known."""
+    tiers: tuple[TierLoad, ...] = ()
+    """Of a KV store, the fastest first."""
     recent_request_ids: tuple[str, ...] = ()
     """Attempts taken in within the last seconds: what is named here is counted in the figures above."""
     ended_request_ids: tuple[str, ...] = ()
