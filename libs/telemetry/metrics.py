@@ -1,7 +1,12 @@
 """Prometheus helpers. A program declares all its metrics in one file, in the registry of its runtime."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Gauge, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 SECONDS_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -44,3 +49,30 @@ def exposition(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, st
     """The body of /metrics and its content type, in the format that the `accept` header asks for."""
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
+
+
+def count_from(
+    registry: CollectorRegistry,
+    name: str,
+    text: str,
+    values: Callable[[], Mapping[str, float]],
+    label: str = "",
+) -> None:
+    """A counter that is read where it is kept: by `label`, or without, under the key ""."""
+    registry.register(_Kept(name, text, values, label))
+
+
+class _Kept(Collector):
+    def __init__(self, name: str, text: str, values: Callable[[], Mapping[str, float]], label: str) -> None:
+        self._name, self._text, self._values, self._label = name, text, values, label
+
+    def collect(self) -> Any:
+        labels = [self._label] if self._label else []
+        family = CounterMetricFamily(self._name, self._text, labels=labels)
+        for key, value in self._values().items():
+            family.add_metric([key] if self._label else [], value)
+        yield family
+
+    def describe(self) -> Any:
+        """Without values: they may not be there yet."""
+        return [CounterMetricFamily(self._name, self._text)]

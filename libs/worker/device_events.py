@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from libs.bus.messages.kv_events import Tier
 from libs.engine.engine import Engine
+from libs.kv_events.metrics import watch_publisher
 from libs.kv_events.publisher import KvEventPublisher
 from libs.kv_events.snapshots import Holdings
 from libs.runtime.runtime import Runtime
@@ -17,6 +18,7 @@ class DeviceEvents:
         self._publisher = KvEventPublisher(
             runtime.bus, runtime.incarnation, runtime.identity.kind, self._held
         )
+        watch_publisher(runtime.registry, self._publisher)
 
     def tell(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """What one step changed."""

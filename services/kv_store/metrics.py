@@ -1,13 +1,10 @@
 """All metrics of the KV store."""
 
 from collections.abc import Callable
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
-from libs.telemetry.metrics import TRANSFER_SECONDS_BUCKETS
+from libs.telemetry.metrics import TRANSFER_SECONDS_BUCKETS, count_from
 
 
 class KvStoreMetrics:
@@ -62,21 +59,5 @@ class KvStoreMetrics:
     def count_from(
         self, name: str, text: str, values: Callable[[], dict[str, float]], label: str = ""
     ) -> None:
-        """A counter that is read where it is kept: by `label`, or without, under the key ""."""
-        self._registry.register(_Kept(f"kvmesh_{name}", text, values, label))
-
-
-class _Kept(Collector):
-    def __init__(self, name: str, text: str, values: Callable[[], dict[str, float]], label: str) -> None:
-        self._name, self._text, self._values, self._label = name, text, values, label
-
-    def collect(self) -> Any:
-        labels = [self._label] if self._label else []
-        family = CounterMetricFamily(self._name, self._text, labels=labels)
-        for key, value in self._values().items():
-            family.add_metric([key] if self._label else [], value)
-        yield family
-
-    def describe(self) -> Any:
-        """Without values: they may not be there yet."""
-        return [CounterMetricFamily(self._name, self._text)]
+        """See libs.telemetry.metrics."""
+        count_from(self._registry, f"kvmesh_{name}", text, values, label)

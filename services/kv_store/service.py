@@ -10,6 +10,7 @@ from libs.bus.messages.store import BlocksCorrupt, FindPrefix, GroupTtls, Prefix
 from libs.bus.port import Subscription
 from libs.config.errors import SettingsError
 from libs.kv.block_tree import DISK, MEMORY
+from libs.kv_events.metrics import watch_publisher
 from libs.kv_events.publisher import KvEventPublisher
 from libs.runtime.runtime import Runtime
 from libs.transport.choose import make_transport
@@ -53,6 +54,7 @@ class KvStoreService:
         self._publisher = publisher = KvEventPublisher(
             runtime.bus, runtime.incarnation, ServiceKind.KV_STORE, self._held
         )
+        watch_publisher(runtime.registry, publisher)
         self._metrics = KvStoreMetrics(runtime.registry)
         store = self._make_store(publisher)
         try:

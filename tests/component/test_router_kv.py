@@ -70,6 +70,8 @@ async def test_a_prompt_goes_where_its_prefix_is_and_elsewhere_once_that_worker_
     other = await place(gateway, "after", 120, names)
     assert other.prefill in {worker.incarnation for worker in workers} - {holder.incarnation}
     assert decided(router, "local") == before
+    assert router.gauge("kvmesh_router_kv_snapshots_total", result="taken") >= 3
+    assert router.gauge("kvmesh_router_forgotten_blocks_total") == 0
     # What the store has is known still; whether fetching it pays is for the costs to say.
     assert router.gauge("kvmesh_router_num_known_blocks") >= 30
 
