@@ -33,6 +33,12 @@ class Arrivals:
         return not self._num_missing[layer]
 
     @property
+    def num_whole_blocks(self) -> int:
+        """So many of the first expected blocks are there in every layer; after `expect`."""
+        is_whole = self._is_there[:, : self.end_block].all(axis=0)
+        return self.end_block if is_whole.all() else int(is_whole.argmin())
+
+    @property
     def are_complete(self) -> bool:
         """Whether every layer is whole."""
         return not self._num_missing.any()

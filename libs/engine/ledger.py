@@ -154,11 +154,15 @@ class Ledger:
         return True
 
     def end(self, sequence: Sequence) -> None:
-        """From any state; everything it held is free, named blocks can still be found."""
+        """From any state; everything it held is free, named blocks can still be found. So can those whose KV
+        had come whole, where the rest was still awaited: who begins it anew need not compute them."""
         if sequence.is_begun:
             self.by_age.remove(sequence)
         sequence.go(SequenceState.FINISHED)
-        sequence.is_loading = False
+        if sequence.is_loading:
+            num_whole_tokens = self.arrivals(sequence).num_whole_blocks * self.block_size
+            sequence.is_loading, sequence.arrivals = False, None
+            self.computed(sequence, min(num_whole_tokens, sequence.num_computed))
         self.rows.give_back(sequence)
         self.allocator.release(sequence.blocks)
         sequence.blocks = []

@@ -132,6 +132,29 @@ def test_only_awaited_blocks_are_taken_and_a_begun_sequence_begins_once(
     assert ids(drain(core)["r"]) == alone(model, generation(prompt_of(30)))
 
 
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_what_had_come_whole_is_found_when_it_is_begun_anew(
+    model: Model, kv: torch.Tensor, has_stepped: bool
+) -> None:
+    core = engine(model)
+    begin_loading(core)
+    core.write_blocks("r", 0, 0, kv[0, :NUM_AWAITED])
+    if has_stepped:
+        core.step()
+    core.write_blocks("r", 1, 0, kv[1, :3])
+    core.write_blocks("r", 1, 4, kv[1, 4:5])  # of no use without the one before
+    core.abort("r")
+    assert core.step().stored == block_names(prompt_of(30), SIZE, model.fingerprint, "")[:3]
+    check_baseline(core)
+    reservation = core.reserve(generation(prompt_of(30)), "r", whole_prompt=True)
+    assert reservation is not None
+    assert reservation.num_cached_blocks == 3
+    core.begin("r", num_computed_tokens=3 * SIZE)
+    told = drain(core)["r"]
+    assert ids(told) == alone(model, generation(prompt_of(30)))
+    assert told[0].num_cached_tokens == 3 * SIZE
+
+
 def test_an_error_in_a_step_of_its_own_fails_it_alone(model: Model, kv: torch.Tensor) -> None:
     class Breaking(ReferenceAttention):
         def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> None:

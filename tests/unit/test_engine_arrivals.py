@@ -25,3 +25,5 @@ def test_a_layer_is_whole_when_each_expected_block_was_added(
             whole = [bool(there[one, first:end].all()) for one in range(num_layers)]
             assert [arrivals.is_whole(one) for one in range(num_layers)] == whole
             assert arrivals.are_complete == all(whole)
+            missing = np.flatnonzero(~there[:, first:end].all(axis=0)) + first
+            assert arrivals.num_whole_blocks == (missing[0] if missing.size else end)
