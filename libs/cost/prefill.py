@@ -52,8 +52,9 @@ def prefill_seconds(
             f"{num_context_tokens} of context, {max_step_tokens} a step"
         )
     num_steps = math.ceil(num_new_tokens / max_step_tokens)
-    return (
-        cost.step_seconds * num_steps
-        + cost.token_seconds * num_new_tokens
-        + cost.pair_seconds * num_pairs(num_new_tokens, num_context_tokens)
-    )
+    return work_seconds(cost, num_steps, num_new_tokens, num_pairs(num_new_tokens, num_context_tokens))
+
+
+def work_seconds(cost: PrefillCost, num_steps: int, num_new_tokens: float, pairs: float) -> float:
+    """Seconds for steps with these new tokens and `num_pairs` in them, of however many sequences."""
+    return cost.step_seconds * num_steps + cost.token_seconds * num_new_tokens + cost.pair_seconds * pairs

@@ -7,7 +7,7 @@ first of them is run layer by layer as they arrive.
 from collections import deque
 from collections.abc import Callable
 
-from libs.cost.prefill import num_pairs, prefill_seconds
+from libs.cost.prefill import num_pairs, prefill_seconds, work_seconds
 from libs.engine.allocator import BlockAllocator
 from libs.simulator.event_loop import Due
 from libs.simulator.job import Job
@@ -142,10 +142,8 @@ class PrefillInstance:
         return Due(ends, self._step_ends)
 
     def _compute_seconds(self, step: list[tuple[Job, int]]) -> float:
-        cost = self.shape.cost
         pairs = sum(num_pairs(count, job.num_context) for job, count in step)
-        seconds = cost.step_seconds + cost.pair_seconds * pairs
-        seconds += cost.token_seconds * sum(count for _, count in step)
+        seconds = work_seconds(self.shape.cost, 1, sum(count for _, count in step), pairs)
         self.busy_seconds += seconds
         return seconds
 

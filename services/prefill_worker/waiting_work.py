@@ -2,7 +2,7 @@
 
 import math
 
-from libs.cost.prefill import PrefillCost, num_pairs
+from libs.cost.prefill import PrefillCost, num_pairs, work_seconds
 from services.prefill_worker.prompts import Prompts
 
 
@@ -20,8 +20,4 @@ class WaitingWork:
     def seconds(self, cost: PrefillCost, max_step_tokens: int) -> float:
         """How long they will keep it busy."""
         num_steps = math.ceil(self.num_tokens / max_step_tokens)
-        return (
-            cost.step_seconds * num_steps
-            + cost.token_seconds * self.num_tokens
-            + cost.pair_seconds * self._num_pairs
-        )
+        return work_seconds(cost, num_steps, self.num_tokens, self._num_pairs)
