@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rocksdict import Rdict
 
 from libs.kv.checksum import block_checksums
+from libs.kv.runs import RUN_BLOCKS
 from services.kv_store.disk.blocks import BlockToRead, BlockToWrite
 from services.kv_store.disk.disk_tier import DiskTier
 from services.kv_store.disk.index_options import index_options
@@ -28,7 +29,6 @@ from services.kv_store.disk.settings import DiskSettings
 
 NUM_LAYERS, LAYER_BYTES = 30, 12 << 10
 NUM_BLOCKS = -(-(64 << 20) // (NUM_LAYERS * LAYER_BYTES))
-RUN_BLOCKS = 32
 CHUNK_BYTES = 1 << 20
 ROUNDS = 15
 LAG_SECONDS = 0.001

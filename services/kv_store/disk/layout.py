@@ -7,10 +7,11 @@ that were written together is one read, and all their layers follow one another.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from libs.kv.runs import RUN_BLOCKS
 from services.kv_store.disk.blocks import Shape
 
-MAX_STRIPE_SLOTS = 32
-"""As many as a run of a prompt's blocks that one store is given."""
+MAX_STRIPE_SLOTS = RUN_BLOCKS
+"""What one store is given of a chain lies together."""
 
 Place = tuple[int, int]
 """Segment and slot."""
