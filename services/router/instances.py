@@ -113,7 +113,7 @@ class Instances:
         self.block_size[row] = max(1, load.block_size)
         self.num_blocks[row], self.num_used_blocks[row] = load.num_blocks, load.num_used_blocks
         self.mean_output_tokens[row] = load.mean_output_tokens
-        # What waits outside the engine is in the count of tokens alone.
+        # A worker that does not tell seconds is judged by its tokens.
         self.queued_seconds[row] = max(load.queued_seconds, prefill.token_seconds * load.num_waiting_tokens)
         self.step_seconds[row], self.token_seconds[row] = prefill.step_seconds, prefill.token_seconds
         self.pair_seconds[row] = prefill.pair_seconds
