@@ -79,6 +79,11 @@ def read_disk(metrics: KvStoreMetrics, store: Store) -> None:
         "store_disk_write_errors_total", "Writes the disk refused.", lambda: {"": counts.num_write_errors}
     )
     metrics.count_from(
+        "store_disk_pauses_total",
+        "Times that writing to disk was given up for a while.",
+        lambda: {"": counts.num_pauses},
+    )
+    metrics.count_from(
         "store_disk_lost_at_open_total",
         "Blocks that an earlier life left and that were not whole at the start.",
         lambda: {"": counts.num_lost_at_open},

@@ -52,6 +52,7 @@ async def test_a_full_disk_pauses_writes_alone_and_room_resumes_them(
     await scene.until(lambda: store.gauge("store_num_blocks") == 440)
     await scene.until(lambda: store.gauge("store_disk_paused") == 1)
     assert store.gauge("store_disk_write_errors_total") > 0
+    assert store.gauge("store_disk_pauses_total") == 1
     for chain in (1, *chains):
         assert await worker.fetch(names_of(chain, 40))
     before = store.gauge("store_tier_blocks", tier="disk")

@@ -21,8 +21,6 @@ class DiskCounts:
     """All only rise. Blocks, unless the name says otherwise."""
 
     num_written: int = 0
-    num_refused: int = 0
-    """Not written: no room under the cap, paused, or too much waiting."""
     num_read: int = 0
     num_missing: int = 0
     num_corrupt: int = 0

@@ -100,7 +100,6 @@ class DiskTier:
         """Whether each is held now. Nothing is raised for what the disk does."""
         num_bytes = sum(len(block.layers) * block.layers[0].size for block in blocks)
         if self.is_paused or self._num_pending_bytes > self._settings.max_pending_write_bytes:
-            self.counts.num_refused += len(blocks)
             return [False] * len(blocks)
         self._num_pending_bytes += num_bytes
         try:
@@ -112,7 +111,6 @@ class DiskTier:
             self._num_pending_bytes -= num_bytes
         self._written.set()
         self.counts.num_written += len(held)
-        self.counts.num_refused += len(blocks) - len(held)
         return [block.name in held for block in blocks]
 
     async def read(self, wanted: Sequence[BlockToRead], layers: range) -> list[bool]:
