@@ -1,5 +1,9 @@
-"""Figures that others found in Mooncake's public conversation trace, found again; skipped where it is not."""
+"""Figures that others found in Mooncake's public conversation trace, found again.
 
+MOONCAKE_TRACE names the file, `conversation_trace.jsonl` of the FAST'25 release; without it this is skipped.
+"""
+
+import os
 from pathlib import Path
 
 import pytest
@@ -12,15 +16,12 @@ from libs.simulator.hit_rate import hit_rate
 from libs.simulator.shape import ClusterShape, DecodeCost, DecodeShape, PrefillShape, StoreShape
 from libs.simulator.trace import TraceRequest, read_trace
 
-CONVERSATIONS = Path(__file__).parents[3] / "shared/traces/conversation_trace.jsonl"
-"""Not part of the product."""
-
 
 @pytest.fixture(scope="module")
 def conversations() -> list[TraceRequest]:
-    if not CONVERSATIONS.exists():
-        pytest.skip("Mooncake's conversation trace is not here")
-    return read_trace([CONVERSATIONS])
+    if not (path := os.environ.get("MOONCAKE_TRACE", "")):
+        pytest.skip("MOONCAKE_TRACE names no trace")
+    return read_trace([Path(path)])
 
 
 @pytest.mark.parametrize(
