@@ -44,6 +44,7 @@ async def prompt_names(layout: BlockLayout | None, token_ids: list[int], cache_s
     """Names of the full blocks, 16 bytes each; empty where no layout is known."""
     if layout is None:
         return b""
+    await asyncio.sleep(0)  # one request may have hundreds of prompts
     if len(token_ids) <= MAX_TOKENS_ON_LOOP:
         return _names(token_ids, layout, cache_salt)
     return await asyncio.to_thread(_names, token_ids, layout, cache_salt)

@@ -1,5 +1,7 @@
 """A prompt's blocks are named as the ready workers of the model name them."""
 
+import asyncio
+
 import pytest
 
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
@@ -71,3 +73,20 @@ async def test_names_are_those_of_the_workers_here_and_in_a_thread(
 
 async def test_nothing_is_named_where_no_layout_is_known() -> None:
     assert await prompt_names(None, list(range(100)), "") == b""
+
+
+async def test_others_get_their_turn_between_the_prompts_of_one_request() -> None:
+    turns: list[str] = []
+
+    async def name_all() -> None:
+        for _ in range(3):
+            await prompt_names(BlockLayout("f", 16), list(range(100)), "")
+            turns.append("named")
+
+    async def others() -> None:
+        for _ in range(3):
+            turns.append("other")
+            await asyncio.sleep(0)
+
+    await asyncio.gather(name_all(), others())
+    assert turns == ["other", "named"] * 3
