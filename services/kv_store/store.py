@@ -38,7 +38,7 @@ AT_ONCE = 256
 """Blocks adopted or expired before others get their turn."""
 
 
-class KvEvents(Protocol):
+class TierListener(Protocol):
     """Who is told what is here."""
 
     def stored(self, tier: Tier, names: Sequence[bytes]) -> None:
@@ -57,7 +57,7 @@ class Store:
         self,
         settings: KvStoreSettings,
         metrics: KvStoreMetrics,
-        events: KvEvents,
+        events: TierListener,
         spawn: Spawn,
         disk: DiskTier | None,
         trace: TraceFile | None,
