@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.errors import ApiError, Failed, NotFound, Unauthorized, encode_error
 from services.gateway.generation_api import GenerationApi
+from services.gateway.mesh_page import PAGE_PATHS, MeshPage
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.operations_api import OperationsApi
 from services.gateway.tenants import NOBODY, SCOPE_KEY, Tenant, Tenants
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/openapi.json"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/openapi.json"}) | PAGE_PATHS
 """Asked without a key: by load balancers, orchestrators, Prometheus, people."""
 
 log = structlog.get_logger()
@@ -31,7 +32,11 @@ class MethodNotAllowed(ApiError):
 
 
 def build_app(
-    generation: GenerationApi, operations: OperationsApi, metrics: GatewayMetrics, api_keys: Sequence[str]
+    generation: GenerationApi,
+    operations: OperationsApi,
+    mesh_page: MeshPage,
+    metrics: GatewayMetrics,
+    api_keys: Sequence[str],
 ) -> Starlette:
     """All paths of the gateway."""
     routes = [
@@ -42,6 +47,7 @@ def build_app(
         Route("/v1/models", operations.models),
         Route("/v1/models/{model:path}", operations.model),
         Route("/v1/mesh", operations.mesh),
+        *mesh_page.routes(),
         Route("/live", operations.live),
         Route("/ready", operations.ready),
         Route("/health", operations.health),

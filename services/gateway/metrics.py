@@ -36,6 +36,7 @@ class GatewayMetrics:
         )
         self.readmissions = counter("request_readmissions_total", "Attempts placed again.", "cause")
         self.stale_deltas = counter("stale_deltas_total", "Deltas of sequences that nobody waits for.")
+        self.mesh_viewers = gauge("mesh_viewers", "Who follows the mesh by its events now.")
         self.slow_clients = counter("slow_clients_total", "Streams ended because the client did not read.")
         self.time_to_first_token = seconds("time_to_first_token", "From arrival to the first token.")
         self.inter_token_latency = seconds(

@@ -24,6 +24,8 @@ _GETS = {
     "/v1/models": "The models served",
     "/v1/models/{model}": "One model",
     "/v1/mesh": "Services, states, loads and rates of the mesh",
+    "/v1/mesh/events": "The same as server-sent events, once a second and at every change",
+    "/mesh": "The mesh as a page, live",
     "/live": "Whether the process lives",
     "/ready": "Whether requests can be served; 503 if not",
     "/health": "As /ready, with the instances and reasons",

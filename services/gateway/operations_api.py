@@ -73,7 +73,7 @@ class OperationsApi:
 
     async def mesh(self, _request: Request) -> Response:
         """Services, states, loads, rates."""
-        return _json({**self._mesh(), "reasons": self._readiness().reasons})
+        return _json(self._mesh())
 
     async def models(self, _request: Request) -> Response:
         """The names of the model."""

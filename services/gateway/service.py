@@ -4,6 +4,8 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
+
 from libs.bus.messages.generation import TokenFrame
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
 from libs.bus.port import Subscription
@@ -19,6 +21,8 @@ from services.gateway.generation_api import GenerationApi, GenerationRules
 from services.gateway.http_protocol import ApiHttpProtocol
 from services.gateway.language import load_language
 from services.gateway.live_sessions import LiveSessions
+from services.gateway.mesh_feed import MeshFeed
+from services.gateway.mesh_page import MeshPage
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.model_card import ServedModel, default_name
 from services.gateway.operations_api import OperationsApi, Readiness
@@ -52,6 +56,7 @@ class GatewayService:
             place_model=lambda: model_filter(self._roster.all(), settings.model),
             layout=lambda: layout_of(self._services()),
         )
+        self._feed = MeshFeed(lambda: msgspec.json.encode(self._mesh()))
         self._subscriptions: list[Subscription] = []
         self._server: HttpServer | None = None
         self._live: LiveSessions | None = None
@@ -68,12 +73,14 @@ class GatewayService:
         )
         dispatch = Dispatch(runtime.bus, runtime.incarnation, live, limits, metrics)
         metrics.watch(lambda: live.num_waiting, lambda: len(live), lambda: self._gate.num_inside)
+        metrics.mesh_viewers.set_function(lambda: self._feed.num_viewers)
         self._subscriptions.append(
             await runtime.bus.subscribe(TokenFrame, self._on_frame, at=runtime.incarnation)
         )
         self._subscriptions.append(await runtime.bus.subscribe(LoadReport, self._on_load))
         runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
         runtime.spawn("strays", dispatch.abort_strays())
+        runtime.spawn("mesh-feed", self._feed.run())
         app = build_app(
             GenerationApi(dispatch, self._served, self._gate, metrics, self._generation_rules()),
             OperationsApi(
@@ -83,6 +90,7 @@ class GatewayService:
                 mesh=self._mesh,
                 max_body_bytes=settings.max_body_bytes,
             ),
+            MeshPage(self._feed, metrics),
             metrics,
             settings.api_key,
         )
@@ -96,11 +104,13 @@ class GatewayService:
     async def drain(self) -> None:
         """Let nobody in any more; return when those inside have their answers."""
         self._gate.close()
+        self._feed.close()
         await self._gate.wait_empty()
 
     async def close(self) -> None:
         """Tell those still inside, then stop listening."""
         self._gate.close()
+        self._feed.close()
         if self._live is not None:
             self._live.end_all(Failed(FailureReason.ABORTED, "this gateway is shutting down"))
         if self._server is not None:
@@ -130,6 +140,7 @@ class GatewayService:
             self._live.on_load(report, now)
 
     def _roster_changed(self, change: RosterChange) -> None:
+        self._feed.changed()
         num_routers = len(self._roster.of_kind(ServiceKind.ROUTER))
         for presence in change.departed:
             self._loads.forget(presence.incarnation)
@@ -148,5 +159,6 @@ class GatewayService:
     def _mesh(self) -> dict[str, Any]:
         status = mesh_status(self._roster.all(), self._loads, time.monotonic())
         status["models"] = list(self._served.names)
+        status["reasons"] = self._readiness().reasons
         status["num_requests_in_flight"] = self._gate.num_inside
         return status

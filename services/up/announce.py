@@ -38,7 +38,8 @@ def invitation(url: str, model: str, *, needs_key: bool) -> str:
         f"curl {url}/v1/chat/completions \\\n"
         f"  -H 'Content-Type: application/json' \\\n{key}"
         f"  -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n\n"
-        f'or: kvmesh chat --url {url} "Why is the sky blue?"'
+        f'or: kvmesh chat --url {url} "Why is the sky blue?"\n'
+        f"The mesh at work, live: {url}/mesh"
     )
 
 

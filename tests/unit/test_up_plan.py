@@ -137,3 +137,4 @@ def test_the_line_to_paste_is_one_shell_command_even_with_quotes_in_the_name() -
     assert words[1] == "http://127.0.0.1:80/v1/chat/completions"
     assert json.loads(words[words.index("-d") + 1])["model"] == 'it\'s "big"'
     assert "Authorization: Bearer $KVMESH_API_KEY" in words
+    assert said.splitlines()[-1].endswith(" http://127.0.0.1:80/mesh")
