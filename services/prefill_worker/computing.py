@@ -22,6 +22,7 @@ class Computing:
         self._block_size = block_size
         self._door = asyncio.Lock()
         """Its holder is the first in line for blocks; waiters follow in order."""
+        self._num_in_line = 0
         self._room_came = asyncio.Event()
 
     def room_came(self) -> None:
@@ -83,15 +84,28 @@ class Computing:
     async def _reserve(self, prompt: Prompt) -> Reservation:
         """Blocks for the whole prompt, in order of arrival."""
         prompt.is_begun = False
-        async with self._door:
-            while True:
-                self._room_came.clear()
-                reservation = await self._engine.reserve(
-                    prompt.request.generation, sequence_id=prompt.request_id, whole_prompt=True
-                )
-                if reservation is not None:
-                    return reservation
-                await self._room_came.wait()
+        if not self._num_in_line:
+            # The engine answers between its steps. If each prompt awaited the one before it, every step would
+            # have one of them.
+            reservation = await self._ask_for_blocks(prompt)
+            if reservation is not None:
+                return reservation
+        self._num_in_line += 1
+        try:
+            async with self._door:
+                while True:
+                    self._room_came.clear()
+                    reservation = await self._ask_for_blocks(prompt)
+                    if reservation is not None:
+                        return reservation
+                    await self._room_came.wait()
+        finally:
+            self._num_in_line -= 1
+
+    async def _ask_for_blocks(self, prompt: Prompt) -> Reservation | None:
+        return await self._engine.reserve(
+            prompt.request.generation, sequence_id=prompt.request_id, whole_prompt=True
+        )
 
     def _give_back(self, prompt: Prompt) -> None:
         """Its blocks are free, also for whoever waits in front of it."""
