@@ -50,6 +50,8 @@ class Decoding:
         self.recent = RecentRequests()
         self.recently_ended = RecentRequests()
         """Their gateways were told, or will be at once."""
+        self._aborted_unknown = RecentRequests()
+        """An abort can overtake the reservation that it is about: they come on two subscriptions."""
         self.answer_lengths = AnswerLengths()
         self.is_draining = False
         self.came = asyncio.Event()
@@ -96,10 +98,12 @@ class Decoding:
         return Reserved(link_address=link_address if request.prefill else "", num_cached_blocks=num_cached)
 
     def abort(self, request_id: str) -> None:
-        """Nobody wants it any more. Unknown ids are ignored."""
+        """Nobody wants it any more, nor when it comes only now."""
         held = self._end(request_id, "aborted")
         if held is not None:
             self.engine.abort(request_id)
+        else:
+            self._aborted_unknown.add(request_id, self._clock())
 
     def gateway_gone(self, gateway: str) -> None:
         """Nobody reads the tokens of these any more."""
@@ -201,6 +205,8 @@ class Decoding:
             return Refused(reason=RefusalReason.DRAINING, detail="this worker is shutting down")
         if request.generation.deadline_unix_seconds <= self._clock():
             return Refused(reason=RefusalReason.DEADLINE, detail="its deadline passed on the way here")
+        if request.generation.request_id in self._aborted_unknown.ids(self._clock()):
+            return Refused(reason=RefusalReason.OVERLOADED, detail="it was aborted before it came")
         known = self.sequences.get(request.generation.request_id)
         if known is not None and known.stage is Stage.RESERVING:
             return Refused(reason=RefusalReason.OVERLOADED, detail="it is being reserved already")

@@ -56,6 +56,8 @@ class Prefilling:
         self._block_size, self._max_waiting, self._clock = block_size, max_waiting, clock
         self.prompts = Prompts()
         self.recent = RecentRequests()
+        self._aborted_unknown = RecentRequests()
+        """An abort can overtake the prompt that it is about: they come on two subscriptions."""
         self.is_draining = False
         self._max_tokens = 0
 
@@ -92,9 +94,11 @@ class Prefilling:
         return Queued(num_waiting=len(self.prompts))
 
     def abort(self, request_id: str) -> None:
-        """Nobody wants it any more. Unknown ids are ignored."""
+        """Nobody wants it any more, nor when it comes only now."""
         prompt = self.prompts.get(request_id)
-        if prompt is not None and prompt.task is not None:
+        if prompt is None:
+            self._aborted_unknown.add(request_id, self._clock())
+        elif prompt.task is not None:
             prompt.task.cancel()
 
     def gateway_gone(self, gateway: str) -> None:
@@ -229,6 +233,8 @@ class Prefilling:
             return Refused(reason=RefusalReason.DRAINING, detail="this worker is shutting down")
         if request.generation.deadline_unix_seconds <= self._clock():
             return Refused(reason=RefusalReason.DEADLINE, detail="its deadline passed on the way here")
+        if request.generation.request_id in self._aborted_unknown.ids(self._clock()):
+            return Refused(reason=RefusalReason.OVERLOADED, detail="it was aborted before it came")
         if num_tokens(request.generation) >= self._max_tokens:
             detail = f"with its first new token it exceeds the {self._max_tokens} tokens of this worker"
             return Refused(reason=RefusalReason.TOO_LONG, detail=detail)

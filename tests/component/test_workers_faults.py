@@ -225,6 +225,20 @@ async def test_a_prompt_on_its_way_is_freed_by_an_abort_and_with_its_gateway(
     await mesh.until_idle()
 
 
+async def test_what_was_aborted_before_it_came_is_not_taken_in(mesh: WorkersMesh) -> None:
+    gateway, prefill, decode = await pair(mesh)
+    stream = gateway.listen(gateway.generation(prompt_of(20)))
+    stream.prefill, stream.decode = prefill.incarnation, decode.incarnation
+    await gateway.abort(stream)
+    for refused in (
+        await gateway.reserve(stream.generation, decode.incarnation, prefill.incarnation),
+        await gateway.prefill(stream.generation, decode.incarnation, prefill.incarnation, ""),
+    ):
+        assert isinstance(refused, Refused), refused
+        assert "aborted" in refused.detail
+    assert decode.gauge("kvmesh_num_requests_held") == prefill.gauge("kvmesh_num_requests_held") == 0
+
+
 async def test_a_prefill_worker_that_leaves_before_it_made_a_link_is_not_waited_for(
     mesh: WorkersMesh,
 ) -> None:
