@@ -28,16 +28,17 @@ def find_chromium() -> str | None:
 class Page:
     """One tab. Keeps what it asked the network for and what it complained about."""
 
-    def __init__(self, browser: "Browser", session: str) -> None:
-        self._browser, self._session = browser, session
+    def __init__(self, browser: "Browser", session: str, target: str) -> None:
+        self._browser, self._session, self._target = browser, session, target
         self.requested_urls: list[str] = []
         self.complaints: list[str] = []
+        self.is_loaded = False
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, params, self._session)
 
-    def look(self, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """As on a screen of this size."""
+    def look(self, *, width: int, height: int = 900, dark: bool = False, still: bool = False) -> None:
+        """As on a screen of this size, of somebody who wants it dark, or without motion."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -46,12 +47,17 @@ class Page:
             mobile=False,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        motion = {"name": "prefers-reduced-motion", "value": "reduce" if still else "no-preference"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme, motion])
 
     def open(self, url: str) -> None:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.is_loaded = False
         self.call("Page.navigate", url=url)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
+        while not self.is_loaded:
+            self._browser.heed_one(deadline, f"the loading of {url}")
 
     def ask(self, script: str) -> Any:
         """The value of a JavaScript expression."""
@@ -59,6 +65,9 @@ class Page:
         if "exceptionDetails" in answer:
             raise AssertionError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
+
+    def close(self) -> None:
+        self._browser.call("Target.closeTarget", {"targetId": self._target})
 
     def screenshot(self, path: Path) -> None:
         """The whole page, as long as it is."""
@@ -70,6 +79,8 @@ class Page:
             self.requested_urls.append(params["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(params["exceptionDetails"]))
+        elif method == "Page.loadEventFired":
+            self.is_loaded = True
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.complaints.append(params["entry"]["text"])
 
@@ -87,7 +98,7 @@ class Browser:
         target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
         attached = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})
         session = attached["sessionId"]
-        self._pages[session] = Page(self, session)
+        self._pages[session] = Page(self, session, target)
         return self._pages[session]
 
     def call(self, method: str, params: dict[str, Any], session: str = "") -> dict[str, Any]:
@@ -96,20 +107,25 @@ class Browser:
         os.write(self._to, json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0")
         deadline = time.monotonic() + ANSWER_TIMEOUT_SECONDS
         while True:
-            heard = self._read(deadline, method)
+            heard = self.heed_one(deadline, method)
             if heard.get("id") == number:
                 if "error" in heard:
                     raise AssertionError(f"{method}: {heard['error']}")
                 return dict(heard["result"])
-            if page := self._pages.get(heard.get("sessionId", "")):
-                page.heed(heard.get("method", ""), heard.get("params", {}))
 
-    def _read(self, deadline: float, method: str) -> dict[str, Any]:
+    def heed_one(self, deadline: float, during: str) -> dict[str, Any]:
+        """The next message; events go to their pages."""
+        heard = self._read(deadline, during)
+        if page := self._pages.get(heard.get("sessionId", "")):
+            page.heed(heard.get("method", ""), heard.get("params", {}))
+        return heard
+
+    def _read(self, deadline: float, during: str) -> dict[str, Any]:
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))
             got = os.read(self._from, 1 << 20) if ready else b""
             if not got:
-                raise AssertionError(f"the browser {'ended' if ready else 'is silent'} during {method}")
+                raise AssertionError(f"the browser {'ended' if ready else 'is silent'} during {during}")
             self._unread += got
         message, _, self._unread = self._unread.partition(b"\0")
         return dict(json.loads(message))

@@ -13,7 +13,7 @@ const one = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFract
 export const count = (value) => whole.format(value);
 export const rate = (value) => one.format(value);
 const percent = (share) => `${whole.format(100 * share)}\u00a0%`;
-const many = (value, what) => `${count(value)} ${what}${value === 1 ? "" : "s"}`;
+const many = (value, what) => `${count(value)}\u00a0${what}${value === 1 ? "" : "s"}`;
 
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;

@@ -5,6 +5,7 @@ const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 5000;
 
 export class NeedsKey extends Error {}
+class Hidden extends Error {}
 
 /** Calls `told.snapshot(mesh)`, `told.live()` and `told.lost(why)`, until the key is refused: NeedsKey. */
 export async function follow(url, key, told) {
@@ -16,6 +17,10 @@ export async function follow(url, key, told) {
       });
     } catch (error) {
       if (error instanceof NeedsKey) throw error;
+      if (error instanceof Hidden) {
+        await shown();
+        continue;
+      }
       told.lost(error.name === "AbortError" ? "the gateway is silent" : error.message);
     }
     await new Promise((resolve) => setTimeout(resolve, waitMs));
@@ -24,6 +29,10 @@ export async function follow(url, key, told) {
 
 async function readOnce(url, key, told) {
   const abort = new AbortController();
+  // Browsers open six connections to a server at the most: tabs that nobody looks at give theirs back.
+  const onVisibility = () => document.hidden && abort.abort(new Hidden());
+  document.addEventListener("visibilitychange", onVisibility);
+  onVisibility();
   let silence;
   const heard = () => {
     clearTimeout(silence);
@@ -43,9 +52,22 @@ async function readOnce(url, key, told) {
     }
     throw new Error("the gateway closed the connection");
   } finally {
+    document.removeEventListener("visibilitychange", onVisibility);
     clearTimeout(silence);
     abort.abort();
   }
+}
+
+function shown() {
+  return new Promise((resolve) => {
+    const look = () => {
+      if (document.hidden) return;
+      document.removeEventListener("visibilitychange", look);
+      resolve();
+    };
+    document.addEventListener("visibilitychange", look);
+    look();
+  });
 }
 
 async function refusal(response) {

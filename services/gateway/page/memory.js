@@ -2,6 +2,7 @@
 
 const KEPT_POINTS = 60; // one a second
 const POINT_MS = 900;
+const GAP_MS = 5000; // nobody looked for so long, or nothing was heard: the rates begin anew
 const GONE_MS = 60000; // how long a card stays of who left
 const KEPT_CHANGES = 8;
 
@@ -32,6 +33,7 @@ export class Memory {
       this.#note(now, `${told.name} is ${told.state}${told.detail ? `: ${told.detail}` : ""}`);
     }
     const points = known.points;
+    if (now - (points.at(-1)?.at ?? now) > GAP_MS) points.length = 0;
     if (told.load && now - (points.at(-1)?.at ?? 0) >= POINT_MS) {
       points.push({ at: now, rate: told.load.tokens_per_second, tiers: told.load.tiers ?? [] });
       if (points.length > KEPT_POINTS) points.shift();

@@ -1,0 +1,182 @@
+"""The live page of a real mesh in a real browser, as people see it at two widths, in light and dark."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from browser import Browser, Page, find_chromium, running_browser
+
+from black_box import MODEL, Mesh, running_mesh, until
+
+CHROMIUM = find_chromium()
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)"),
+]
+
+KEY = "sk-for-the-page"
+PROMPT = "Rivers and the cities they flow through, with short notes on each of them. " * 8
+LOOKS = [(1280, False), (1280, True), (400, False), (400, True)]
+
+TEXT = "document.body.innerText"
+CONNECTION = "document.getElementById('connection').textContent"
+CARDS = """Object.fromEntries([...document.querySelectorAll('article')].map(
+  (card) => [card.querySelector('.name').textContent, card.innerText.replaceAll("\\u00a0", " ")]))"""
+TOO_WIDE = """[...document.querySelectorAll('body *')].filter((element) =>
+  element.getBoundingClientRect().right > innerWidth + 0.5
+  || element.clientWidth && element.scrollWidth > element.clientWidth + 1 && element.tagName !== 'INPUT'
+  ).map((element) => element.outerHTML)"""
+UNNAMED = """[...document.querySelectorAll('[role=meter], [role=img]')].filter((element) =>
+  !element.getAttribute('aria-label') || element.role === 'meter' && !element.getAttribute('aria-valuetext')
+  ).length"""
+FAINT = """(() => {
+  const channel = (c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const parts = (colour) => colour.match(/[0-9.]+/g).map(Number);
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const ground = (element) => {
+    const found = parts(getComputedStyle(element).backgroundColor);
+    return found.length < 4 || found[3] ? found : ground(element.parentElement);
+  };
+  const isText = (element) => [...element.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+  const shown = [...document.querySelectorAll('body *')].filter((e) => isText(e) && e.checkVisibility());
+  return shown.filter((e) => {
+    const [a, b] = [light(parts(getComputedStyle(e).color)), light(ground(e))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05) < 4.5;
+  }).map((e) => e.outerHTML);
+})()"""
+"""Text below the contrast that WCAG asks for at level AA."""
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    flags = ["--num-blocks", "256", "--store-fetch-when", "always", "--api-key", KEY]
+    yield from running_mesh(tmp_path_factory.mktemp("page"), *flags)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    with running_browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+def see(page: Page, script: str, what: str, *, within_seconds: float = 20.0) -> Any:
+    """What the script gives, once it is not empty."""
+    return until(
+        lambda: page.ask(script), timeout_seconds=within_seconds, what=f"{what}; it says {page.ask(TEXT)}"
+    )
+
+
+def give_key(page: Page, key: str) -> None:
+    see(page, "!document.getElementById('key-form').hidden", "the page asks for the key")
+    page.ask(f"document.getElementById('key').value = {key!r}")
+    page.ask("document.querySelector('#key-form button').click()")
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.new_page()
+    yield page
+    page.close()
+
+
+def show(page: Page, mesh: Mesh, **look: Any) -> None:
+    page.look(**look)
+    page.open(mesh.url + "/mesh")
+    give_key(page, KEY)
+    see(page, "!!document.querySelector('article')", "the page shows the mesh")
+    assert page.ask(CONNECTION) == "live"
+
+
+def test_the_page_asks_for_the_key_and_shows_nothing_without_the_right_one(mesh: Mesh, page: Page) -> None:
+    page.look(width=400)
+    page.open(mesh.url + "/mesh")
+    give_key(page, "sk-wrong")
+    see(page, "document.getElementById('key-said').textContent", "the page says that the key is wrong")
+    assert page.ask("!!document.querySelector('article')") is False
+    give_key(page, KEY)
+    see(page, "!!document.querySelector('article')", "the page shows the mesh")
+
+
+@pytest.mark.parametrize(("width", "dark"), LOOKS, ids=[f"{w}-{'dark' if d else 'light'}" for w, d in LOOKS])
+def test_everybody_is_on_the_page_readable_and_nothing_comes_from_elsewhere(
+    mesh: Mesh, page: Page, tmp_path: Path, width: int, dark: bool
+) -> None:
+    show(page, mesh, width=width, dark=dark)
+    cards = see(page, CARDS, "cards")
+    assert {name: "ready" in said for name, said in cards.items()} == dict.fromkeys(
+        ("gateway", "router-0", "prefill-0", "store-0", "decode-0"), True
+    )
+    see(page, "document.querySelectorAll('[role=img]').length === 2", "both workers have told their loads")
+    for name in ("prefill-0", "decode-0"):
+        for label in ("busy", "memory", "of 256 blocks", "queue", "tokens/s"):
+            assert label in page.ask(CARDS)[name]
+    for label in ("memory", "disk", "GiB", "hit rate"):
+        assert label in page.ask(CARDS)["store-0"]
+    assert page.ask(TOO_WIDE) == []
+    assert page.ask(UNNAMED) == 0
+    page.ask("document.getElementById('words').open = true")
+    assert page.ask(FAINT) == []
+    assert page.ask("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(18, 21, 27)" if dark else "rgb(246, 247, 249)"
+    )
+    assert {url.startswith((mesh.url + "/", "data:")) for url in page.requested_urls} == {True}
+    assert [said for said in page.complaints if "401" not in said] == []
+    page.screenshot(tmp_path / "page.png")
+
+
+def test_the_figures_move_with_the_work(mesh: Mesh, page: Page) -> None:
+    show(page, mesh, width=1280)
+    assert "0 B of" in page.ask(CARDS)["store-0"]
+    with openai.OpenAI(base_url=mesh.url + "/v1", api_key=KEY, max_retries=0) as client:
+        with client.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=400,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        ) as stream:
+            next(iter(stream))
+            see(
+                page,
+                f"/[1-9]\\d* running/.test(({CARDS})['decode-0'])",
+                "the decode worker has a sequence",
+                within_seconds=10,
+            )
+        see(page, f"/[1-9]\\d* blocks/.test(({CARDS})['store-0'])", "the store has blocks")
+    lines = "[...document.querySelectorAll('polyline')].map((l) => l.getAttribute('points'))"
+    assert all(" " in points for points in see(page, lines, "sparklines"))
+
+
+def test_a_service_that_dies_is_gone_and_its_successor_is_ready(mesh: Mesh, page: Page) -> None:
+    show(page, mesh, width=400, still=True)
+    assert page.ask("getComputedStyle(document.querySelector('.fill')).transitionDuration") == "0s"
+    answer = httpx.get(mesh.url + "/v1/mesh", headers={"authorization": f"Bearer {KEY}"})
+    router = next(s for s in answer.raise_for_status().json()["services"] if s["kind"] == "router")
+    os.kill(router["pid"], signal.SIGKILL)
+    changes = "[...document.querySelectorAll('#changes li')].map((line) => line.innerText).join('; ')"
+    see(page, f"({changes}).includes('router-0 is gone')", "the page tells that the router is gone")
+    see(page, f"({CARDS})['router-0'].includes('ready')", "its successor is shown", within_seconds=60)
+    see(page, "document.getElementById('reasons').hidden", "requests can be served again")
+    assert page.ask("document.querySelectorAll('[data-kind=router] article').length") == 1
+
+
+def test_a_tab_that_nobody_looks_at_gives_its_connection_back(mesh: Mesh, page: Page) -> None:
+    show(page, mesh, width=400)
+
+    def until_viewers(num: int) -> None:
+        said = f"kvmesh_mesh_viewers {num}.0"
+        until(lambda: said in httpx.get(mesh.url + "/metrics").text, timeout_seconds=10, what=said)
+
+    until_viewers(1)
+    hide = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true})"
+    for hidden, num_viewers in (("true", 0), ("false", 1)):
+        page.ask(f"{hide % hidden}; document.dispatchEvent(new Event('visibilitychange'))")
+        until_viewers(num_viewers)
+    assert page.ask(CONNECTION) == "live"
