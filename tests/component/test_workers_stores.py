@@ -211,6 +211,13 @@ async def test_a_restarted_store_is_a_new_one_under_its_old_name_and_gets_its_ru
     assert answer.num_cached_tokens == RUN_TOKENS  # up to the first run that is lost
     await mesh.until(lambda: new.gauge("kvmesh_store_num_blocks") == 2 * RUN_TOKENS / BLOCK_SIZE)
     third = await mesh.prefill("prefill-2")
+    peers = third.service._access.stores._peers
+    await mesh.until(
+        lambda: (
+            peers["store-1"].presence.incarnation == new.incarnation
+            and all(peer._link is not None for peer in peers.values())
+        )
+    )
     whole = await made.gateway.generate(made.prompt, **made.where(third))
     assert (whole.tokens, whole.num_cached_tokens) == (
         made.tokens,
