@@ -117,7 +117,8 @@ class Runner:
         leaving = self._leaving(hand_overs)
         for layer, kv in zip(self._layers, self._kv, strict=True):
             yield layer
-            self._hand_over(layer, kv, leaving)
+            if leaving:  # What was found may go beyond a chunk that fills no block.
+                self._hand_over(layer, kv, leaving)
         return None
 
     def _leaving(self, hand_overs: Rowwise[HandOver]) -> list[tuple[HandOver, torch.Tensor]]:

@@ -85,6 +85,21 @@ def test_hand_overs_stay_within_their_budget(model: Model) -> None:
             core.budget.release(outputs.pop(0))
 
 
+def test_a_chunk_that_fills_no_block_and_is_found_whole_hands_over_nothing_yet(model: Model) -> None:
+    calls: list[list[LayerOutput]] = []
+    core = engine(model, on_layers=calls.append, max_num_batched_tokens=SIZE - 1)
+    late = generation(prompt_of(30), "late")
+    assert core.reserve(late, "late", whole_prompt=True) is not None
+    begin(core, generation(prompt_of(30), "early"), hand_over=True)
+    drain(core)
+    calls.clear()
+    core.begin("late", num_computed_tokens=0, hand_over=True)
+    (told,) = drain(core)["late"]
+    assert told.num_cached_tokens == 28
+    assert all(calls)
+    assert sum(len(output.blocks) for call in calls for output in call) == 2 * 8
+
+
 def test_a_first_token_that_ends_the_sequence_only_frees_at_the_decode_engine(model: Model) -> None:
     outputs: list[LayerOutput] = []
     prefill, decode = engine(model, on_layers=outputs.extend), engine(model)
