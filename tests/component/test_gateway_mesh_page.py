@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from libs.bus.memory_broker import MemoryBroker
 from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.runtime.http_server import HttpServer
 from services.gateway.errors import Overloaded, Unavailable
 from services.gateway.mesh_feed import MeshFeed
 from services.gateway.mesh_page import MeshEvents
@@ -292,3 +293,30 @@ async def test_one_slow_viewer_does_not_keep_the_others_waiting() -> None:
         for viewer in viewers:
             viewer.cancel()
     assert feed.num_viewers == 0
+
+
+async def test_over_a_real_connection_a_slow_viewer_gets_a_broken_stream_and_no_more() -> None:
+    metrics = GatewayMetrics(registry := CollectorRegistry())
+    num_made = 0
+
+    def snapshot() -> bytes:
+        nonlocal num_made
+        num_made += 1
+        feed.changed()
+        return b"x" * (16 << 20)  # more than the kernel keeps for a connection
+
+    feed = MeshFeed(snapshot)
+    server = HttpServer(MeshEvents(feed, metrics, 0.3), host="127.0.0.1", port=0)
+    url = await server.open()
+    async with running(feed), asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
+        writer.write(b"GET /v1/mesh/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readline()
+        while not registry.get_sample_value("kvmesh_slow_clients_total"):  # noqa: ASYNC110 - as Prometheus does
+            await asyncio.sleep(0.01)
+        assert feed.num_viewers == 0
+        rest = await reader.read(-1)
+        writer.close()
+    assert rest.count(b"x") < (32 << 20)
+    assert b"event: end" not in rest
+    await server.close()
