@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
+import msgspec
 import pytest
 from tampered_links import tampering
 from workers_mesh import Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
@@ -191,7 +192,8 @@ async def test_load_reports_name_what_has_ended_and_was_told_but_not_what_nobody
     aborted = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=500), **where)
     await gateway.abort(aborted)
     await mesh.until_idle()
-    expired = gateway.generation(prompt_of(20), seconds=1.0)
+    expired = gateway.generation(prompt_of(20))
+    expired = msgspec.structs.replace(expired, deadline_unix_seconds=now[0] + 1.0)
     gateway.listen(expired)
     await gateway.reserve(expired, decode.incarnation, prefill.incarnation)
     assert decode.load().ended_request_ids == (whole.generation.request_id,)
