@@ -15,6 +15,7 @@ MAX_WAITING = 10_000
 GATHER_SECONDS = 0.1
 NUM_FILES = 4
 """Of a trace, the one being written among them."""
+TAIL_BYTES = 64 << 10
 
 log = structlog.get_logger()
 
@@ -26,6 +27,8 @@ class TraceFile:
         self._path, self._max_file_bytes = path, max(1, max_bytes // NUM_FILES)
         self._waiting: deque[bytes] = deque()
         self._is_due = asyncio.Event()
+        self._may_end_cut = True
+        """A crash, or a disk that became full, may have left a part of a line."""
         self.num_dropped = 0
         """Lines not written: too many waited, or the disk would not take them."""
 
@@ -60,18 +63,24 @@ class TraceFile:
             raise
         except OSError as error:
             self.num_dropped += len(lines)
+            self._may_end_cut = True
             log.warning("access_trace_not_written", path=str(self._path), error=str(error))
 
     def _append(self, lines: list[bytes]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._may_end_cut:
+            _drop_cut_line(self._path)
+            self._may_end_cut = False
         while lines:
             num_bytes = self._path.stat().st_size if self._path.exists() else 0
-            fitting: list[bytes] = []
-            while lines and (num_bytes + len(lines[0]) <= self._max_file_bytes or not num_bytes):
-                num_bytes += len(lines[0])
-                fitting.append(lines.pop(0))
+            num_fitting = 0
+            for line in lines:
+                if num_bytes and num_bytes + len(line) > self._max_file_bytes:
+                    break
+                num_bytes, num_fitting = num_bytes + len(line), num_fitting + 1
             with self._path.open("ab") as file:
-                file.write(b"".join(fitting))
+                file.write(b"".join(lines[:num_fitting]))
+            del lines[:num_fitting]
             if lines:
                 self._rotate()
 
@@ -82,3 +91,17 @@ class TraceFile:
                 os.replace(path, self._path.with_name(f"{self._path.name}.{number}"))
             else:
                 path.unlink()
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Together with the next line it would be one that nobody can read."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        start = file.seek(0, os.SEEK_END)
+        tail = b""
+        while start and b"\n" not in tail:
+            length = min(start, TAIL_BYTES)
+            start = file.seek(start - length)
+            tail = file.read(length)
+        file.truncate(start + tail.rfind(b"\n") + 1)

@@ -152,3 +152,55 @@ async def test_a_disk_that_takes_nothing_costs_lines_but_no_more(
     for _ in range(5):
         trace.add(TraceLine(timestamp=1.0))
     assert trace.num_dropped == 4
+
+
+@pytest.mark.parametrize("cut_at", [1, 30, -1])
+@pytest.mark.parametrize("num_whole", [0, 3])
+async def test_a_line_that_a_crash_cut_short_does_not_spoil_the_next(
+    tmp_path: Path, num_whole: int, cut_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_file, "TAIL_BYTES", 16)
+    path = write(tmp_path / "trace", *(TraceLine(timestamp=float(n)) for n in range(num_whole)))
+    with path.open("ab") as file:
+        file.write(encode_line(TraceLine(timestamp=100.0, hash_ids=tuple(range(9))))[:cut_at])
+    trace = TraceFile(path, max_bytes=100_000)
+    for number in range(2):
+        trace.add(TraceLine(timestamp=200.0 + number))
+        await trace.flush()
+    assert [line.timestamp for line in read_lines([path])] == [*map(float, range(num_whole)), 200.0, 201.0]
+
+
+async def test_a_disk_that_was_full_in_mid_line_leaves_whole_lines_and_a_right_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = TraceFile(tmp_path / "trace", max_bytes=100_000)
+    trace.add(TraceLine(timestamp=1.0))
+    await trace.flush()
+
+    def full(self: Path, mode: str) -> object:
+        opened = open(self, mode)  # noqa: SIM115  # the caller's `with` closes it
+        if mode != "ab":
+            return opened
+
+        class Full:
+            def __enter__(self) -> "Full":
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                opened.close()
+
+            def write(self, data: bytes) -> None:
+                opened.write(data[:20])
+                raise OSError(28, "No space left on device")
+
+        return Full()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        for _ in range(3):
+            trace.add(TraceLine(timestamp=2.0))
+        await trace.flush()
+    assert trace.num_dropped == 3
+    trace.add(TraceLine(timestamp=3.0))
+    await trace.flush()
+    assert [line.timestamp for line in read_lines([tmp_path / "trace"])] == [1.0, 3.0]
