@@ -134,5 +134,5 @@ def _bounds(shape: inspect.IntType | inspect.FloatType) -> str:
 def _lengths(shape: inspect.StrType) -> str:
     told = [f"at least {shape.min_length} characters"] if shape.min_length else []
     told += [f"at most {shape.max_length} characters"] if shape.max_length else []
-    told += [f"of the form {shape.pattern}"] if shape.pattern else []
+    told += [f"the form {shape.pattern}"] if shape.pattern else []
     return " of " + ", ".join(told) if told else ""

@@ -13,7 +13,11 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Annotated[
         str,
-        Meta(description="what people call this process; stable over restarts", pattern="^[A-Za-z0-9_.-]*$"),
+        # Files and folders are called so, too: neither "." nor "..".
+        Meta(
+            description="what people call this process; stable over restarts",
+            pattern=r"^(?!\.+$)[A-Za-z0-9_.-]*$",
+        ),
     ] = ""
     nats_server: Annotated[str, Meta(description="where the message broker is", min_length=1)] = (
         "nats://127.0.0.1:4222"

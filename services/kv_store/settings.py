@@ -22,9 +22,12 @@ def default_state_dir() -> str:
 class KvStoreSettings(RuntimeSettings, frozen=True, kw_only=True):
     """Keeps KV blocks of all workers in memory and on disk, found by name."""
 
-    memory_gib: Annotated[float, Meta(description="memory for blocks, in GiB", gt=0)] = 1.0
+    memory_gib: Annotated[float, Meta(description="memory for blocks, in GiB", gt=0, le=1 << 20)] = 1.0
     disk_gib: Annotated[
-        float, Meta(description="disk space for blocks, in GiB; 0: memory alone, else 0.04 at least", ge=0)
+        float,
+        Meta(
+            description="disk space for blocks, in GiB; 0: memory alone, else 0.04 at least", ge=0, le=1 << 20
+        ),
     ] = 4.0
     disk_path: Annotated[
         str,

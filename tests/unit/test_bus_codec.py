@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from libs.bus.codec import check_presence_key, decode, encode, subject_of
 from libs.bus.messages.generation import Abort, Place, Placed, Refused, TokenDelta, TokenFrame
 from libs.bus.messages.presence import LoadReport
+from libs.bus.messages.store import GroupTtls
 from libs.bus.port import BusError, Message, MessageTooLarge, NoResponders, Overloaded, Undecodable
 from libs.bus.wire import error_named
 from libs.request.outcome import RefusalReason
@@ -106,3 +107,10 @@ def test_errors_travel_by_name_and_unknown_ones_as_failed_handlers() -> None:
     unknown = error_named("FromTheFuture", "what it said")
     assert isinstance(unknown, BusError)
     assert str(unknown) == "what it said"
+
+
+@pytest.mark.parametrize("ttls", [{"rest_ttl_seconds": -1.0}, {"ttl_seconds": {b"a" * 16: -0.5}}])
+def test_a_time_to_live_below_zero_is_not_understood(ttls: dict[str, object]) -> None:
+    message = GroupTtls(epoch=1, **ttls)  # type: ignore[arg-type]  # kwargs of the test
+    with pytest.raises(Undecodable):
+        decode(encode(message, "subject", LIMIT_BYTES), GroupTtls)

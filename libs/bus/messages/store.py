@@ -1,8 +1,9 @@
 """Questions and orders to KV stores. Tensors themselves go over Links (`libs.transport.frames`)."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
 from libs.bus.port import Message, Request
 
@@ -45,6 +46,10 @@ class BlocksCorrupt(Message, frozen=True, kw_only=True, tag="blocks_corrupt"):
     names: bytes
 
 
+TtlSeconds = Annotated[float, Meta(ge=0)]
+"""Below zero it would drop what is in use, by whoever subtracted two times."""
+
+
 class GroupTtls(Message, frozen=True, kw_only=True, tag="group_ttls"):
     """How long stores keep unused blocks of each group: a group is the subtree under one block of a chain.
 
@@ -53,7 +58,7 @@ class GroupTtls(Message, frozen=True, kw_only=True, tag="group_ttls"):
 
     subject: ClassVar[str] = "kvmesh.store.group_ttls"
     epoch: int
-    rest_ttl_seconds: float | None = None
+    rest_ttl_seconds: TtlSeconds | None = None
     """Of blocks in no group; None: until they are evicted."""
-    ttl_seconds: dict[bytes, float] = msgspec.field(default_factory=dict[bytes, float])
+    ttl_seconds: dict[bytes, TtlSeconds] = msgspec.field(default_factory=dict[bytes, float])
     """By the name of the subtree's first block. A block belongs to its nearest such ancestor, or itself."""
