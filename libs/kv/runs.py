@@ -7,7 +7,7 @@ decided by rendezvous hashing: when a store comes or goes, only the runs that it
 
 from collections.abc import Sequence
 
-import xxhash
+from libs.kv.rendezvous import owner_of
 
 RUN_BLOCKS = 32
 
@@ -23,9 +23,7 @@ def runs_of(num_blocks: int) -> list[range]:
 def store_of(first_name: bytes, stores: Sequence[str]) -> str:
     """Which of `stores` (names, not incarnations: a restarted store keeps its runs) keeps the run that begins
     with this block. The order of `stores` does not matter. Raises ValueError without stores."""
-    if not stores:
-        raise ValueError("a run needs a store to lie on; ask only while there is one")
-    return max(stores, key=lambda store: (xxhash.xxh3_64_intdigest(first_name + store.encode()), store))
+    return owner_of(first_name, stores)
 
 
 def runs_by_store(names: Sequence[bytes], stores: Sequence[str]) -> dict[str, list[range]]:

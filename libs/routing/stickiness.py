@@ -5,14 +5,10 @@ Rendezvous hashing: when a worker comes or goes, only the conversations it gains
 
 from collections.abc import Sequence
 
-import xxhash
+from libs.kv.rendezvous import owner_of
 
 
 def home_of(session: str, workers: Sequence[str]) -> int:
     """The index of the worker (by name, so that a restarted one keeps its conversations). Raises ValueError
     without workers."""
-    if not workers:
-        raise ValueError("a session needs a worker; ask only while there is one")
-    key = session.encode()
-    scores = [xxhash.xxh3_64_intdigest(key + b"\0" + worker.encode()) for worker in workers]
-    return scores.index(max(scores))
+    return workers.index(owner_of(session.encode(), workers))
