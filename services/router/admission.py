@@ -67,6 +67,7 @@ class Admission:
         self._num_tickets = 0
         self._num_placed = 0
         self._pair_seen_at = now
+        self._awake_since = now
         self._draining = False
 
     def __len__(self) -> int:
@@ -87,6 +88,10 @@ class Admission:
             retry_after_seconds = min(MAX_RETRY_AFTER_SECONDS, 1.0 + self._rules.max_queue / 64)
             answers.append(_refuse(ticket, RefusalReason.OVERLOADED, detail, retry_after_seconds))
         return ticket, answers
+
+    def awoke(self, now: float) -> None:
+        """This router stood still until now: the silence of others was its own. Patience begins anew."""
+        self._awake_since = now
 
     def leave(self, number: int) -> None:
         """The asker is gone; nobody awaits an answer."""
@@ -128,7 +133,11 @@ class Admission:
         if not self._queue:
             return float("inf")
         graces = (self._rules.no_workers_grace_seconds, self._rules.starting_grace_seconds)
-        starts = [self._pair_seen_at, *(ticket.arrived_at for ticket in self._queue.values())]
+        starts = [
+            self._pair_seen_at,
+            self._awake_since,
+            *(ticket.arrived_at for ticket in self._queue.values()),
+        ]
         ends = [start + grace for start in starts for grace in graces if start + grace > now]
         deadlines = [ticket.place.deadline_unix_seconds for ticket in self._queue.values()]
         return min([*deadlines, *ends, self._view.next_change(now)])
@@ -169,7 +178,7 @@ class Admission:
         # So it does while workers start: however long they load, a newcomer gets the patience promised.
         waits_for_others = self._pair_seen_at == now or self._view.has_starting()
         since = ticket.arrived_at if waits_for_others else self._pair_seen_at
-        return now >= since + patience
+        return now >= max(since, self._awake_since) + patience
 
     def _no_workers(self, ticket: Ticket) -> Answer:
         detail = "no decode instance with a way to run prompts is ready"

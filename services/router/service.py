@@ -31,6 +31,9 @@ HOLDERS = (*WORKERS, ServiceKind.KV_STORE)
 PLACEMENT_SECONDS = 5.0
 """Within this a gateway has told the workers about a placement, or is gone."""
 MAX_PLACEMENTS = 65536
+TICK_SECONDS = 1.0
+STOOD_STILL_SECONDS = 2.0
+"""Without a tick for so long, this process did not run: it was stopped, or its machine was."""
 
 log = structlog.get_logger()
 
@@ -61,6 +64,7 @@ class RouterService:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._changed = asyncio.Event()
         self._has_news = False
+        self._ticked_at = time.monotonic()
         self._subscriptions: list[Subscription] = []
         self._placing: Subscription | None = None
 
@@ -98,6 +102,7 @@ class RouterService:
         return len(self._view.ready(kind, self._clock()))
 
     async def _place(self, place: Place) -> Placed | Refused:
+        self._tick()
         now = self._clock()
         with start_span("router.place", place.traceparent, request_id=place.request_id) as span:
             started = time.perf_counter()
@@ -118,6 +123,7 @@ class RouterService:
         return answer.outcome
 
     def _unplace(self, message: Unplace) -> None:
+        self._tick()
         self._tell(self._admission.withdraw(message.request_id, self._clock()))
 
     def _hear(self, report: LoadReport) -> None:
@@ -129,6 +135,7 @@ class RouterService:
     def _roster_changed(self, change: RosterChange) -> None:
         for presence in change.departed:
             log.info("peer_departed", peer=presence.name, incarnation=presence.incarnation)
+        self._tick()
         members = self._roster.all()
         self._view.set_members(members)
         self._subscriber.set_publishers(one.incarnation for one in members if one.kind in HOLDERS)
@@ -144,18 +151,27 @@ class RouterService:
     async def _keep_time(self) -> NoReturn:
         """Decide when reports came in, and when time alone changes something: deadlines, graces, silences."""
         while True:
+            self._tick()
             self._changed.clear()
             if self._has_news or await self._time_came():
                 self._has_news = False
+                self._tick()
                 self._tell(self._admission.decide(self._clock()))
                 await asyncio.sleep(0)
 
+    def _tick(self) -> None:
+        """Before anything is decided: what waited in the meantime is handled in any order."""
+        ticked_at, self._ticked_at = self._ticked_at, time.monotonic()
+        if self._ticked_at - ticked_at > STOOD_STILL_SECONDS:
+            log.warning("stood_still", seconds=round(self._ticked_at - ticked_at, 1))
+            self._admission.awoke(self._clock())
+
     async def _time_came(self) -> bool:
-        """Wait for the next moment that changes something; False: something else changed before."""
+        """Wait for the next moment that changes something, or tick; False: something else changed before."""
         now = self._clock()
         wake_at = self._admission.next_wake(now)
         try:
-            async with asyncio.timeout(None if wake_at == float("inf") else max(0.0, wake_at - now)):
+            async with asyncio.timeout(max(0.0, min(TICK_SECONDS, wake_at - now))):
                 await self._changed.wait()
         except TimeoutError:
             return True

@@ -158,6 +158,22 @@ def test_the_grace_counts_from_the_loss_of_the_last_pair() -> None:
     assert outcomes(mesh.admission.decide(mesh.now)) == [("r0", RefusalReason.NO_WORKERS)]
 
 
+def test_a_router_that_stood_still_blames_nobody_for_its_own_silence() -> None:
+    mesh = Mesh()
+    mesh.join()
+    mesh.view.set_members([])
+    assert mesh.ask(place("before")) == []
+    mesh.now = 60.0
+    mesh.admission.awoke(mesh.now)
+    assert mesh.ask(place("after")) == []
+    assert mesh.admission.next_wake(mesh.now) == 65.0
+    assert outcomes(mesh.join()) == [("before", "d0"), ("after", "d0")]
+    mesh.view.set_members([])
+    mesh.ask(place("lost"))
+    mesh.now = 65.0
+    assert outcomes(mesh.admission.decide(mesh.now)) == [("lost", RefusalReason.NO_WORKERS)]
+
+
 def test_a_silent_worker_is_not_used_and_its_silence_is_a_wake_up() -> None:
     mesh = Mesh()
     mesh.join()
