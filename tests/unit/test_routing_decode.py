@@ -74,5 +74,5 @@ def test_sessions_are_spread_over_all_workers() -> None:
 
 
 def test_no_worker_is_no_home() -> None:
-    with pytest.raises(ValueError, match="needs a worker"):
+    with pytest.raises(ValueError, match="needs somebody"):
         home_of("s", [])
