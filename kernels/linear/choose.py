@@ -5,7 +5,7 @@ import torch
 from kernels.linear.contract import GatedLinear, Linear
 from kernels.linear.cpu import PackedGatedLinear, PackedLinear, supports
 from kernels.linear.reference import TorchGatedLinear, TorchLinear
-from kernels.native.library import native_library
+from kernels.native.native_library import native_library
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:

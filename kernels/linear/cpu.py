@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kernels.linear.packing import pack, pack_gated, unpack, unpack_gated
-from kernels.native.library import IS_FLOAT32, bind, num_threads
+from kernels.native.native_library import IS_FLOAT32, bind, num_threads
 from kernels.swiglu.choose import silu_mul
 
 _SIGNATURE = "iiplppppllli"

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.native.library import native_library
+from kernels.native.native_library import native_library
 from kernels.paged_attention.contract import PagedAttention
 from kernels.paged_attention.cpu import NativeAttention, supports
 from kernels.paged_attention.torch_sdpa import TorchAttention

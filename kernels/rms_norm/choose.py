@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.native.library import native_library
+from kernels.native.native_library import native_library
 from kernels.rms_norm import reference
 from kernels.rms_norm.cpu import NativeRmsNorm
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.native.library import native_library
+from kernels.native.native_library import native_library
 from kernels.swiglu import reference
 from kernels.swiglu.cpu import NativeSwiglu
 

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from kernels.native.library import IS_FLOAT32, bind, num_threads
+from kernels.native.native_library import IS_FLOAT32, bind, num_threads
 from kernels.swiglu import reference
 
 

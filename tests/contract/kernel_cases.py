@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from kernels.native.library import native_library
+from kernels.native.native_library import native_library
 from kernels.paged_attention.contract import AttentionBatch
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 2.5e-2}

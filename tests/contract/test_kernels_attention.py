@@ -14,7 +14,7 @@ from kernel_cases import (
     require_native,
 )
 
-from kernels.native.library import native_library
+from kernels.native.native_library import native_library
 from kernels.paged_attention.contract import AttentionBatch, PagedAttention, merge_attended
 from kernels.paged_attention.cpu import NativeAttention
 from kernels.paged_attention.reference import ReferenceAttention

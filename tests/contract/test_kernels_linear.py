@@ -9,7 +9,7 @@ from kernel_cases import assert_close, require_native
 from kernels.linear.contract import GatedLinear, Linear
 from kernels.linear.cpu import PackedGatedLinear, PackedLinear
 from kernels.linear.reference import TorchGatedLinear, TorchLinear
-from kernels.native.library import native_library
+from kernels.native.native_library import native_library
 
 ROWS = (*range(1, 8), 15, 16, 17, 32, 33, 65, 100)
 SHAPES = [(1, 1), (33, 17), (64, 48), (95, 63), (130, 129)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernel_cases import AttentionCase, assert_close, exact_attention, require_native
 
 from kernels.linear.cpu import PackedGatedLinear, PackedLinear
-from kernels.native.library import native_library
+from kernels.native.native_library import native_library
 from kernels.paged_attention.cpu import NativeAttention
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import assert_close, interpreted, require_native
 
-from kernels.native.library import native_library
+from kernels.native.native_library import native_library
 from kernels.rms_norm import reference as rms_norm_in_torch
 from kernels.rms_norm.cpu import NativeRmsNorm
 from kernels.rotary import reference as rotary_in_torch

@@ -16,7 +16,7 @@ PROGRAM = """
 import ctypes, sys
 from pathlib import Path
 import torch
-from kernels.native import library
+from kernels.native import native_library as library
 library.kernel_sources = lambda: [Path(sys.argv[1])]
 found = library.native_library()
 print("answer", found and found.kvmesh_answer())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.transport.port import LinkLost
-from libs.transport.ucx import abi, library
+from libs.transport.ucx import abi, ucp_library
 from libs.transport.ucx.bootstrap import format_address, parse_address
 
 OFFSETS = {
@@ -44,32 +44,32 @@ def test_fields_lie_where_the_headers_put_them(struct: type[ctypes.Structure]) -
 
 
 def test_every_prototype_exists_in_the_library_found() -> None:
-    loaded = library.load_library()
+    loaded = ucp_library.load_library()
     assert tuple(int(part) for part in loaded.version.split(".")[:2]) >= abi.API_VERSION
     assert loaded.status_text(-16) == "Request canceled (-16)"
 
 
 def test_a_library_that_is_not_there_is_said_with_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.LIBRARY_VARIABLE, "/nowhere/libucp.so.0")
-    with pytest.raises(library.UcxUnavailable, match="tried: /nowhere/libucp"):
-        library.load_library()
+    monkeypatch.setenv(ucp_library.LIBRARY_VARIABLE, "/nowhere/libucp.so.0")
+    with pytest.raises(ucp_library.UcxUnavailable, match="tried: /nowhere/libucp"):
+        ucp_library.load_library()
 
 
 def test_a_library_that_is_no_libucp_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.LIBRARY_VARIABLE, "libc.so.6")
-    with pytest.raises(library.UcxUnavailable, match="undefined symbol"):
-        library.load_library()
+    monkeypatch.setenv(ucp_library.LIBRARY_VARIABLE, "libc.so.6")
+    with pytest.raises(ucp_library.UcxUnavailable, match="undefined symbol"):
+        ucp_library.load_library()
 
 
 def test_the_wheels_library_comes_before_the_systems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(library.LIBRARY_VARIABLE, raising=False)
-    assert "site-packages" in str(Path(library.load_library().path))
+    monkeypatch.delenv(ucp_library.LIBRARY_VARIABLE, raising=False)
+    assert "site-packages" in str(Path(ucp_library.load_library().path))
 
 
 def test_transports_that_do_not_exist_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "carrier_pigeon")
-    with pytest.raises(library.UcxUnavailable, match="UCX_TLS"):
-        library.load_library().open_context()
+    with pytest.raises(ucp_library.UcxUnavailable, match="UCX_TLS"):
+        ucp_library.load_library().open_context()
 
 
 @given(st.sampled_from(["127.0.0.1", "worker-1", "::1", "fd00::2"]), st.integers(1, 65535))

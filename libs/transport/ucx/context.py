@@ -8,7 +8,7 @@ that still sends crashes the worker that goes on. A worker costs 2 ms, 75 KiB an
 import asyncio
 from collections.abc import Callable
 
-from libs.transport.ucx.library import Library, UcxUnavailable, load_library
+from libs.transport.ucx.ucp_library import Library, UcxUnavailable, load_library
 from libs.transport.ucx.worker import Arrival, UcxWorker
 
 CLOSE_SECONDS = 1.0

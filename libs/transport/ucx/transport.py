@@ -15,7 +15,7 @@ from libs.transport.pool import BufferPool, allocate_host
 from libs.transport.port import LinkLost, LinkTimeout, ListenFailed
 from libs.transport.ucx.bootstrap import Lifeline, format_address, parse_address
 from libs.transport.ucx.context import UcxContext
-from libs.transport.ucx.library import load_library
+from libs.transport.ucx.ucp_library import load_library
 from libs.transport.ucx.wire import UcxWire
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from libs.transport.memory import Memory
 from libs.transport.port import LinkLost
 from libs.transport.ucx import abi
-from libs.transport.ucx.library import Library, address_of
 from libs.transport.ucx.operations import Done, Operation, Operations
+from libs.transport.ucx.ucp_library import Library, address_of
 
 MESSAGE_ID = 1
 PROGRESS_SECONDS = 0.001
