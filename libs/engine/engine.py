@@ -22,9 +22,9 @@ from libs.engine.engine_core import EngineCore
 from libs.engine.engine_thread import Command, EngineThread, Post
 from libs.engine.errors import EngineClosed, EngineDied, TooManyCommands
 from libs.engine.outputs import EngineListener, LayerOutput, Reservation, SequenceFailed, TokenOutput
-from libs.engine.placement import Placement
 from libs.engine.settings import EngineSettings
 from libs.model.model import Model
+from libs.placement.placement import Placement
 from libs.request.generation import Generation
 
 __all__ = [

@@ -22,7 +22,6 @@ from libs.engine.hand_over import HandOverBudget
 from libs.engine.ledger import Ledger
 from libs.engine.loading import LoadingStep, LoadingSteps
 from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, StepOutput, TokenOutput
-from libs.engine.placement import Placement, all_home, check_placement
 from libs.engine.pool import BlockLayout, Pool
 from libs.engine.ragged import RaggedBatch, Span, ragged_batch
 from libs.engine.runner import Runner, leaving
@@ -31,6 +30,7 @@ from libs.engine.scheduler import Chunk, Limits, Schedule, schedule
 from libs.engine.sequence import Sequence, SequenceState
 from libs.engine.settings import EngineSettings, pool_blocks
 from libs.model.model import Model
+from libs.placement.placement import Placement, all_home
 from libs.request.generation import Generation
 from libs.request.outcome import FailureReason
 
@@ -65,10 +65,7 @@ class EngineCore:
     ) -> None:
         config = model.config
         placement = placement or all_home("home", config.num_layers, config.num_kv_heads)
-        check_placement(placement, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads)
-        layout = BlockLayout(
-            placement.resident_slots(placement.home), settings.block_size, config.head_dim, model.dtype
-        )
+        layout = BlockLayout(placement.resident_slots(), settings.block_size, config.head_dim, model.dtype)
         self.model = model
         self.settings = settings
         self.placement = placement

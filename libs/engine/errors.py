@@ -8,7 +8,9 @@ EngineError
 ├── WrongState         the operation does not fit what the sequence is doing
 ├── BadBlocks          KV of the wrong shape, or outside of what is reserved
 ├── OutOfBlocks        more blocks asked for than are free; ask `can_allocate` first
-├── BadPlacement       does not fit the model, or names a worker that this engine cannot reach
+├── HostLost           a worker that runs modules of this instance is gone (in `hosting.port`)
+├── MoveRefused        a module cannot be moved now; says why
+├── NoRoom             too little memory here for another instance's module
 ├── TooManyCommands    the bounded queue to the engine's thread is full
 ├── EngineClosed       not started, or closed
 └── EngineDied         the engine's thread is gone; its process should be restarted
@@ -59,8 +61,12 @@ class OutOfBlocks(EngineError):
     """The pool has fewer free blocks than were asked for."""
 
 
-class BadPlacement(EngineError):
-    """Layers or heads that are not all run by someone reachable."""
+class MoveRefused(EngineError):
+    """The move does not fit what this instance is or does."""
+
+
+class NoRoom(EngineError):
+    """A hosted module asks for memory that this worker needs itself."""
 
 
 class TooManyCommands(EngineError):

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from kernels.paged_attention.contract import AttentionBatch, PagedAttention
 from libs.engine.outputs import LayerOutput
-from libs.engine.placement import Placement
 from libs.engine.pool import Pool
 from libs.engine.ragged import RaggedBatch
 from libs.engine.scheduler import Chunk
 from libs.engine.sequence import Sequence
 from libs.model.model import Model
+from libs.placement.placement import Placement
 
 Layerwise = Generator[int, None, torch.Tensor | None]
 """A step that yields each layer before it touches the layer's KV; returns the logits."""

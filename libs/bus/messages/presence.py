@@ -18,6 +18,7 @@ class ServiceKind(Enum):
     PREFILL_WORKER = "prefill_worker"
     DECODE_WORKER = "decode_worker"
     KV_STORE = "kv_store"
+    MIGRATION_COORDINATOR = "migration_coordinator"
 
 
 class ServiceState(Enum):
@@ -54,6 +55,20 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int = 0
     block_bytes: int = 0
     """Of one KV block in all layers."""
+    hosting_address: str = ""
+    """Where Links of homes that move modules here are taken; empty: this process hosts nothing."""
+    num_kv_heads: int = 0
+    hidden_size: int = 0
+    head_dim: int = 0
+    num_heads: int = 0
+    element_bytes: int = 0
+    """Of weights, activations and KV."""
+    layer_weight_bytes: int = 0
+    """Of one layer."""
+    kv_memory_bytes: int = 0
+    """All that this worker may use for KV and hosted modules."""
+    device_share: float = 1.0
+    """Busy seconds per second that it may have."""
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +102,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float = 0.0
     busy_share: float = 0.0
     """Busy seconds of the device per second."""
+    hosted_busy_share: float = 0.0
+    """The part of `busy_share` that modules of other instances took."""
+    num_hosted_bytes: int = 0
+    """Memory that they take here."""
+    away_share: float = 0.0
+    """Seconds per second that steps waited for modules of this instance on other workers."""
     queued_seconds: float = 0.0
     """How long the prompts counted above will keep the worker busy, as far as it can tell."""
     prefill_cost: PrefillCost | None = None

@@ -1,0 +1,266 @@
+"""The conversation that moves modules: operator or coordinator's loop -> coordinator -> home worker.
+
+The home worker is the authority over its instance's placement, and carries a move out: it talks to the host
+over their Link, and tells everybody how far it is. The coordinator decides, orders, watches and records. So a
+move outlives a coordinator, and a new leader learns all from what the workers report.
+"""
+
+from enum import Enum
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from libs.bus.port import Message, Request
+from libs.placement.module import Module
+from libs.placement.placement import Placement
+
+
+class MovePhase(Enum):
+    """How far a move is; see `libs.placement.phases` for what follows what."""
+
+    PLANNED = "planned"
+    RESERVING = "reserving"
+    """The destination makes room: KV blocks, weights; under a lease."""
+    COPYING = "copying"
+    """Weights and KV go over, while the home serves."""
+    CATCHING_UP = "catching_up"
+    """What was written meanwhile goes over, round by round, until it is little."""
+    SWITCHING = "switching"
+    """Between two steps: the last of it, the new layout, the new placement."""
+    RELEASING = "releasing"
+    """What moved is freed where it was."""
+    DONE = "done"
+    ROLLING_BACK = "rolling_back"
+    FAILED = "failed"
+
+
+class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One move, as far as it has come. Workers are named by incarnation and, for people, by name."""
+
+    move_id: str
+    instance: str
+    instance_name: str = ""
+    host: str
+    """Where the module goes, or, where `is_return`, comes from."""
+    host_name: str = ""
+    module: Module
+    is_return: bool = False
+    """The module that the move `returned_move_id` brought away comes home."""
+    returned_move_id: str = ""
+    with_weights: bool = False
+    """`migrate`: weights travel and are gone at home. Else `offload`: the host has the same ones."""
+    phase: MovePhase
+    expected_epoch: int
+    epoch: int
+    """The instance's now."""
+    reason: str = ""
+    """Who wanted it: manual, or the loop's words."""
+    error: str = ""
+    started_unix_seconds: float
+    ended_unix_seconds: float = 0.0
+    phase_seconds: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """How long each phase took, by the value of `MovePhase`."""
+    num_kv_bytes: int = 0
+    num_weight_bytes: int = 0
+    num_rounds: int = 0
+    """Delta rounds before the switch."""
+    pause_seconds: float = 0.0
+    """How long the switch kept the home from its steps."""
+    num_blocks_before: int = 0
+    num_blocks_after: int = 0
+    """Capacity of the home's KV pool."""
+
+
+class MoveAccepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
+    """It begins; `MoveTold` says how it goes on."""
+
+    move_id: str
+    epoch: int
+
+
+class DenialReason(Enum):
+    """Why no move begins."""
+
+    STALE_EPOCH = "stale_epoch"
+    """The placement is another than the asker knew."""
+    INVALID = "invalid"
+    NOT_FOUND = "not_found"
+    BUSY = "busy"
+    """This instance, or the coordinator's budget, has a move under way."""
+    NO_ROOM = "no_room"
+    DRAINING = "draining"
+
+
+class MoveDenied(msgspec.Struct, frozen=True, kw_only=True, tag="denied"):
+    """Nothing was begun. `epoch` is the placement's now, where it is known."""
+
+    reason: DenialReason
+    detail: str
+    epoch: int = -1
+
+
+class StartMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="start_move"):
+    """Coordinator -> home worker. Asked twice with one `move_id`, it begins once."""
+
+    subject: ClassVar[str] = "kvmesh.worker.{to}.start_move"
+    answer: ClassVar[object] = MoveAccepted | MoveDenied
+    move_id: str
+    module: Module | None = None
+    """None: `returned_move_id` comes home."""
+    returned_move_id: str = ""
+    host: str = ""
+    """Incarnation; empty where a module comes home."""
+    with_weights: bool = False
+    num_blocks: int = 0
+    """That a TOKENS module is to lend; 0: as many as the host can spare."""
+    expected_epoch: int
+    deadline_seconds: float
+    """From now; not switched by then, it is rolled back."""
+    reason: str = ""
+
+
+class AbandonMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="abandon_move"):
+    """Coordinator -> home worker: roll back, if it has not switched. Denied as NOT_FOUND or INVALID."""
+
+    subject: ClassVar[str] = "kvmesh.worker.{to}.abandon_move"
+    answer: ClassVar[object] = MoveAccepted | MoveDenied
+    move_id: str
+
+
+class MoveTold(Message, frozen=True, kw_only=True, tag="move_told"):
+    """A move entered a phase, or ended; published by the home worker."""
+
+    subject: ClassVar[str] = "kvmesh.migration.told"
+    move: MoveRecord
+
+
+class Hosted(msgspec.Struct, frozen=True, kw_only=True):
+    """A module of another instance that this worker runs."""
+
+    move_id: str
+    home: str
+    module: Module
+    num_blocks: int
+    num_bytes: int
+    """KV and weights, of this worker's memory."""
+
+
+class PlacementTold(Message, frozen=True, kw_only=True, tag="placement_told"):
+    """Published by each worker once a second, and when something in it changes."""
+
+    subject: ClassVar[str] = "kvmesh.placement.told"
+    placement: Placement
+    """Of its own instance; `home` is the worker."""
+    hosted: tuple[Hosted, ...] = ()
+    moves: tuple[MoveRecord, ...] = ()
+    """Under way, and the last that ended."""
+
+
+class FlipRole(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="flip_role"):
+    """Coordinator -> worker: drain, then live on as a worker of the other kind, as a new incarnation."""
+
+    subject: ClassVar[str] = "kvmesh.worker.{to}.flip_role"
+    answer: ClassVar[object] = MoveAccepted | MoveDenied
+
+
+# What gateways ask the leading coordinator.
+
+
+class PlanMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="plan_move"):
+    """A move by hand. Workers by name or incarnation."""
+
+    subject: ClassVar[str] = "kvmesh.coordinator.plan_move"
+    answer: ClassVar[object] = MoveAccepted | MoveDenied
+    instance: str
+    module: Module | None = None
+    returned_move_id: str = ""
+    host: str = ""
+    with_weights: bool = False
+    num_blocks: Annotated[int, Meta(ge=0)] = 0
+    expected_epoch: int | None = None
+    """None: whatever it is."""
+
+
+class CancelMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="cancel_move"):
+    """Roll a move back, if it has not switched."""
+
+    subject: ClassVar[str] = "kvmesh.coordinator.cancel_move"
+    answer: ClassVar[object] = MoveAccepted | MoveDenied
+    move_id: str
+
+
+class Moves(msgspec.Struct, frozen=True, kw_only=True, tag="moves"):
+    """Newest first."""
+
+    moves: tuple[MoveRecord, ...]
+
+
+class ListMoves(Request[Moves], frozen=True, kw_only=True, tag="list_moves"):
+    """Moves under way and past; `move_id` empty: all that are remembered."""
+
+    subject: ClassVar[str] = "kvmesh.coordinator.list_moves"
+    answer: ClassVar[object] = Moves
+    move_id: str = ""
+
+
+class DeviceSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker in one round of the loop, smoothed; shares from 0 to 1 unless they say more."""
+
+    worker: str
+    name: str
+    role: str
+    compute: float
+    memory: float
+    queue: float
+    utilization: float
+    """The weighted sum that is balanced."""
+
+
+class CandidateSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One move that was considered in a round."""
+
+    instance: str
+    host: str
+    what: str
+    """For people: `layers 20-29`, `KV heads 1 of layers 0-29`, `home: layers 20-29`, `flip to decode`."""
+    benefit: float
+    cost: float
+    move_seconds: float
+    overhead_seconds: float
+    """Added to each step."""
+    verdict: str
+    """`taken`, or why not."""
+
+
+class RoundSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """One round of the loop: what it saw, considered and did."""
+
+    number: int
+    unix_seconds: float
+    devices: tuple[DeviceSeen, ...]
+    gap: float
+    """Largest less least utilization."""
+    is_balancing: bool
+    """Between the two thresholds it goes on doing what it did."""
+    candidates: tuple[CandidateSeen, ...] = ()
+    decision: str
+    """For people, with the reason."""
+    move_id: str = ""
+
+
+class Rounds(msgspec.Struct, frozen=True, kw_only=True, tag="rounds"):
+    """Newest first."""
+
+    leader: str
+    is_automatic: bool
+    """False: the loop only watches."""
+    rounds: tuple[RoundSeen, ...]
+
+
+class ExplainRounds(Request[Rounds], frozen=True, kw_only=True, tag="explain_rounds"):
+    """The last rounds of the loop."""
+
+    subject: ClassVar[str] = "kvmesh.coordinator.explain"
+    answer: ClassVar[object] = Rounds
+    num_rounds: Annotated[int, Meta(ge=1, le=200)] = 20

@@ -1,0 +1,107 @@
+"""What a home asks of the modules that a host runs for it. The host does it in the order of the calls.
+
+Block ids are the home's own: a host keeps, for each module, as many blocks as the home has, under the same
+ids. So block tables and slots of a step mean the same on both sides, and nobody translates.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class BeginStep:
+    """The arrays of the step that the next calls belong to, shapes as in `AttentionBatch`. No answer."""
+
+    positions: Int64
+    """`[T]`."""
+    slots: Int64
+    """`[T]`: block * block_size + offset."""
+    block_tables: Int32
+    context_lens: Int32
+    query_starts: Int32
+    max_query_len: int
+    max_context_len: int
+    last_tokens: Int64 | None
+    """Rows whose hidden states are wanted of the model's last layer; None: all."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunLayers:
+    """All layers of a LAYERS module. Answer: hidden states `[T, d]`; of the model's last layer only the rows
+    of `last_tokens`, and `[0, d]` where there are none."""
+
+    move_id: str
+    hidden: torch.Tensor
+    """`[T, d]`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attend:
+    """Attention of a HEADS module in one layer, k and v stored first. Answer:
+    `[T, moved q heads, head_dim]`."""
+
+    move_id: str
+    layer: int
+    q: torch.Tensor
+    """`[T, moved q heads, head_dim]`, in the order of the module's KV heads, each with all its queries."""
+    k: torch.Tensor
+    """`[T, moved KV heads, head_dim]`."""
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttendLent:
+    """Attention over the blocks that a TOKENS module lends, in one layer; k and v of those tokens that lie
+    there are stored first. Answer: `[T, Hq, head_dim + 1]` float32, last the log-sum-exp of each row (-inf
+    where a query sees none of the blocks)."""
+
+    move_id: str
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class WriteBlocks:
+    """KV into blocks. `kv` is `[n, slots, 2, block_size, head_dim]`: the module's slots, or with `layer`
+    those of that layer. No answer."""
+
+    move_id: str
+    layer: int | None
+    blocks: Int64
+    """`[n]` ids."""
+    kv: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ReadBlocks:
+    """Answer: a copy, shaped as in `WriteBlocks`."""
+
+    move_id: str
+    layer: int | None
+    blocks: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class MoveBlocks:
+    """The home's blocks got other ids: the content follows, `moved` maps old to new. No answer."""
+
+    moved: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True, eq=False)
+class Settle:
+    """Answer: an empty tensor, once everything asked before is done."""
+
+
+HostedCall = BeginStep | RunLayers | Attend | AttendLent | WriteBlocks | ReadBlocks | MoveBlocks | Settle
+ANSWERED = (RunLayers, Attend, AttendLent, ReadBlocks, Settle)
+"""Calls that the home waits for. What another call breaks is told by the next answer."""

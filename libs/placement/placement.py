@@ -1,0 +1,161 @@
+"""Who runs which layer of one instance, and who holds which KV head of it.
+
+A worker is named by its incarnation. A placement is a value: a move makes a new one with the next epoch.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import msgspec
+
+from libs.placement.module import Module, ModuleKind
+
+
+class BadPlacement(Exception):
+    """A module that the instance does not have, or that is away already; says which."""
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """One module that is away from home."""
+
+    move_id: str
+    """Of the move that brought it there; its name ever since."""
+    module: Module
+    worker: str
+    has_weights_at_home: bool = True
+    """False: they travelled with it."""
+    num_blocks: int = 0
+    """That the host holds for it; of a TOKENS module, that it lends."""
+
+
+class LayerRun(msgspec.Struct, frozen=True):
+    """Consecutive layers `first <= layer < end` that one worker runs, so that activations stay with it."""
+
+    worker: str
+    first: int
+    end: int
+    move_id: str = ""
+    """Of the module that these layers are; empty at home."""
+
+    @property
+    def layers(self) -> range:
+        """The layers, in the order they are run."""
+        return range(self.first, self.end)
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything is at `home` but what is `placed` elsewhere."""
+
+    home: str
+    num_layers: int
+    num_kv_heads: int
+    epoch: int = 0
+    placed: tuple[Placed, ...] = ()
+
+    def get(self, move_id: str) -> Placed | None:
+        """The module that this move brought away."""
+        return next((one for one in self.placed if one.move_id == move_id), None)
+
+    def runner_of(self, layer: int) -> Placed | None:
+        """The module that a layer belongs to as a whole; None where home runs it."""
+        return next((one for one in self._with_layer(layer) if one.module.kind is ModuleKind.LAYERS), None)
+
+    def heads_away(self, layer: int) -> list[Placed]:
+        """Modules that hold some KV heads of a layer which home runs."""
+        return [one for one in self._with_layer(layer) if one.module.kind is ModuleKind.HEADS]
+
+    def lent(self) -> list[Placed]:
+        """Modules that are blocks, in the order in which they came."""
+        return [one for one in self.placed if one.module.kind is ModuleKind.TOKENS]
+
+    def layer_runs(self) -> Iterator[LayerRun]:
+        """All layers in order, consecutive ones of one module together."""
+        owners = [self.runner_of(layer) for layer in range(self.num_layers)]
+        first = 0
+        for owner, group in groupby(owners):
+            end = first + len(list(group))
+            yield (
+                LayerRun(owner.worker, first, end, owner.move_id)
+                if owner
+                else LayerRun(self.home, first, end)
+            )
+            first = end
+
+    def resident_slots(self) -> tuple[tuple[int, int], ...]:
+        """The `(layer, kv_head)` pairs whose KV lies at home, in order; heads of a layer are adjacent."""
+        away = {
+            slot
+            for one in self.placed
+            if one.module.kind is not ModuleKind.TOKENS
+            for slot in one.module.slots(self.num_kv_heads)
+        }
+        return tuple(
+            (layer, head)
+            for layer in range(self.num_layers)
+            for head in range(self.num_kv_heads)
+            if (layer, head) not in away
+        )
+
+    def with_module(self, placed: Placed) -> "Placement":
+        """The placement after a move away, under the next epoch. Raises BadPlacement."""
+        check_module(self, placed.module)
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, placed=(*self.placed, placed))
+
+    def without(self, move_id: str) -> "Placement":
+        """The placement after this module came home, under the next epoch. Raises BadPlacement."""
+        if self.get(move_id) is None:
+            raise BadPlacement(f"no module that move {move_id} brought away is away")
+        rest = tuple(one for one in self.placed if one.move_id != move_id)
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, placed=rest)
+
+    def without_worker(self, worker: str) -> "Placement":
+        """The placement after a host was lost, under the next epoch."""
+        rest = tuple(one for one in self.placed if one.worker != worker)
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, placed=rest)
+
+    def _with_layer(self, layer: int) -> Iterator[Placed]:
+        return (one for one in self.placed if layer in one.module.layers)
+
+
+def all_home(home: str, num_layers: int, num_kv_heads: int) -> Placement:
+    """The placement of an instance that keeps everything on its own worker."""
+    return Placement(home=home, num_layers=num_layers, num_kv_heads=num_kv_heads)
+
+
+def check_module(placement: Placement, module: Module) -> None:
+    """Raises BadPlacement where the instance has no such module, or a part of it is away already."""
+    layers = f"layers {module.first_layer} to {module.end_layer - 1}"
+    if not 0 <= module.first_layer < module.end_layer <= placement.num_layers:
+        raise BadPlacement(f"{layers} are no run of the {placement.num_layers} layers that the model has")
+    heads = module.kv_heads
+    if module.kind is ModuleKind.HEADS:
+        is_rising = list(heads) == sorted(set(heads))
+        if not heads or not is_rising or heads[0] < 0 or heads[-1] >= placement.num_kv_heads:
+            raise BadPlacement(f"KV heads {list(heads)} are none of 0 to {placement.num_kv_heads - 1}")
+        if len(heads) == placement.num_kv_heads:
+            raise BadPlacement("all KV heads of a layer cannot leave it; move whole layers instead")
+    elif heads:
+        raise BadPlacement(f"a module of {module.kind.value} names no KV heads, not {list(heads)}")
+    if module.kind is ModuleKind.TOKENS:
+        if len(module.layers) != placement.num_layers:
+            raise BadPlacement(f"lent blocks have all {placement.num_layers} layers, not {layers}")
+        return
+    taken = set(placement.resident_slots())
+    if lacking := [slot for slot in module.slots(placement.num_kv_heads) if slot not in taken]:
+        raise BadPlacement(
+            f"layer {lacking[0][0]} has KV head {lacking[0][1]} away already; bring it home first"
+        )
+    num_away = sum(placement.runner_of(layer) is not None for layer in range(placement.num_layers))
+    if module.kind is ModuleKind.LAYERS and len(module.layers) + num_away == placement.num_layers:
+        raise BadPlacement("all layers cannot leave: the home keeps at least one")
+    _check_heads_left(placement, module)
+
+
+def _check_heads_left(placement: Placement, module: Module) -> None:
+    """Home keeps at least one KV head of each layer that it runs: its block tables live there."""
+    if module.kind is not ModuleKind.HEADS:
+        return
+    for layer in module.layers:
+        num_away = sum(len(one.module.kv_heads) for one in placement.heads_away(layer))
+        if num_away + len(module.kv_heads) >= placement.num_kv_heads:
+            raise BadPlacement(f"layer {layer} would keep no KV head at home; move the layer instead")

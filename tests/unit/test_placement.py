@@ -1,0 +1,83 @@
+import pytest
+
+from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.placement import BadPlacement, LayerRun, Placed, Placement, all_home
+
+
+def placed(move_id: str, module: Module, worker: str = "b") -> Placed:
+    return Placed(move_id=move_id, module=module, worker=worker)
+
+
+HOME = all_home("a", num_layers=4, num_kv_heads=3)
+
+
+def test_everything_at_home_is_one_run_of_all_layers() -> None:
+    assert list(HOME.layer_runs()) == [LayerRun("a", 0, 4)]
+    assert HOME.resident_slots() == tuple((layer, head) for layer in range(4) for head in range(3))
+
+
+def test_layers_that_left_are_a_run_of_their_own_and_have_no_slots_at_home() -> None:
+    moved = HOME.with_module(placed("m", whole_layers(1, 3)))
+    assert list(moved.layer_runs()) == [LayerRun("a", 0, 1), LayerRun("b", 1, 3, "m"), LayerRun("a", 3, 4)]
+    assert {layer for layer, _ in moved.resident_slots()} == {0, 3}
+    assert moved.epoch == HOME.epoch + 1
+
+
+def test_heads_that_left_leave_their_layers_at_home() -> None:
+    moved = HOME.with_module(placed("m", heads_of(0, 2, (1,))))
+    assert list(moved.layer_runs()) == [LayerRun("a", 0, 4)]
+    assert moved.resident_slots()[:5] == ((0, 0), (0, 2), (1, 0), (1, 2), (2, 0))
+    assert [one.move_id for one in moved.heads_away(1)] == ["m"]
+
+
+def test_lent_blocks_change_no_slot() -> None:
+    moved = HOME.with_module(placed("m", lent_blocks(4)))
+    assert moved.resident_slots() == HOME.resident_slots()
+    assert [one.move_id for one in moved.lent()] == ["m"]
+
+
+def test_what_came_home_is_as_before_but_for_the_epoch() -> None:
+    back = HOME.with_module(placed("m", whole_layers(1, 3))).without("m")
+    assert (back.placed, back.epoch) == ((), 2)
+    with pytest.raises(BadPlacement, match="no module that move m brought away"):
+        back.without("m")
+
+
+def test_all_modules_of_a_lost_worker_are_home_at_once() -> None:
+    moved = HOME.with_module(placed("m", whole_layers(1, 2))).with_module(placed("n", heads_of(3, 4, (0,))))
+    moved = moved.with_module(placed("o", whole_layers(2, 3), "c"))
+    assert [one.move_id for one in moved.without_worker("b").placed] == ["o"]
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (whole_layers(3, 5), "no run of the 4 layers"),
+        (whole_layers(2, 2), "no run"),
+        (heads_of(0, 1, ()), "none of 0 to 2"),
+        (heads_of(0, 1, (3,)), "none of 0 to 2"),
+        (heads_of(0, 1, (0, 1, 2)), "move whole layers"),
+        (lent_blocks(3), "all 4 layers"),
+        (heads_of(1, 3, (0,)), "bring it home first"),
+        (heads_of(2, 4, (0, 1)), "keep no KV head"),
+    ],
+)
+def test_a_module_that_cannot_leave_is_refused_by_name(module: Module, words: str) -> None:
+    away = HOME.with_module(placed("m", whole_layers(1, 2))).with_module(placed("n", heads_of(2, 4, (2,))))
+    with pytest.raises(BadPlacement, match=words):
+        away.with_module(placed("new", module))
+
+
+def test_a_placement_travels() -> None:
+    import msgspec
+
+    moved = HOME.with_module(placed("m", heads_of(0, 2, (1,))))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(moved), type=Placement) == moved
+
+
+def test_a_home_keeps_a_layer() -> None:
+    with pytest.raises(BadPlacement, match="keeps at least one"):
+        HOME.with_module(placed("m", whole_layers(0, 4)))
+    moved = HOME.with_module(placed("m", whole_layers(0, 2)))
+    with pytest.raises(BadPlacement, match="keeps at least one"):
+        moved.with_module(placed("n", whole_layers(2, 4)))
