@@ -136,7 +136,15 @@ def check_module(placement: Placement, module: Module) -> None:
             raise BadPlacement("all KV heads of a layer cannot leave it; move whole layers instead")
     elif heads:
         raise BadPlacement(f"a module of {module.kind.value} names no KV heads, not {list(heads)}")
+    if (
+        placement.placed
+        and module.kind is not placement.placed[0].module.kind
+        and (ModuleKind.TOKENS in (module.kind, placement.placed[0].module.kind))
+    ):
+        raise BadPlacement("lent blocks and other modules do not mix; bring home what is away first")
     if module.kind is ModuleKind.TOKENS:
+        if placement.placed:
+            raise BadPlacement("one worker lends blocks already; bring them home first")
         if len(module.layers) != placement.num_layers:
             raise BadPlacement(f"lent blocks have all {placement.num_layers} layers, not {layers}")
         return

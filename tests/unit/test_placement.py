@@ -57,7 +57,6 @@ def test_all_modules_of_a_lost_worker_are_home_at_once() -> None:
         (heads_of(0, 1, ()), "none of 0 to 2"),
         (heads_of(0, 1, (3,)), "none of 0 to 2"),
         (heads_of(0, 1, (0, 1, 2)), "move whole layers"),
-        (lent_blocks(3), "all 4 layers"),
         (heads_of(1, 3, (0,)), "bring it home first"),
         (heads_of(2, 4, (0, 1)), "keep no KV head"),
     ],
@@ -81,3 +80,17 @@ def test_a_home_keeps_a_layer() -> None:
     moved = HOME.with_module(placed("m", whole_layers(0, 2)))
     with pytest.raises(BadPlacement, match="keeps at least one"):
         moved.with_module(placed("n", whole_layers(2, 4)))
+
+
+def test_lent_blocks_stand_alone() -> None:
+    lent = HOME.with_module(placed("m", lent_blocks(4)))
+    for module in (lent_blocks(4), whole_layers(0, 1)):
+        with pytest.raises(BadPlacement, match="home"):
+            lent.with_module(placed("n", module, "c"))
+    with pytest.raises(BadPlacement, match="do not mix"):
+        HOME.with_module(placed("m", whole_layers(0, 1))).with_module(placed("n", lent_blocks(4)))
+
+
+def test_lent_blocks_have_all_layers() -> None:
+    with pytest.raises(BadPlacement, match="all 4 layers"):
+        HOME.with_module(placed("m", lent_blocks(3)))

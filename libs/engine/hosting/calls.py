@@ -64,6 +64,9 @@ class AttendLent:
 
     move_id: str
     layer: int
+    first_block: int
+    """The home's id of the first lent block: ids of the step from here on are the module's, less this. Blocks
+    of a TOKENS module are named by its own ids, from 0, in `WriteBlocks` and `ReadBlocks`."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
