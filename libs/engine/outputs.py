@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 import torch
 
+from libs.placement.placement import Placement
 from libs.request.outcome import FailureReason, FinishReason
 from libs.request.sampling import TokenLogprobs
 
@@ -95,4 +96,8 @@ class EngineListener(Protocol):
 
     def on_failed(self, failure: SequenceFailed) -> None:
         """The sequence is over without an end of its own. Not called for `abort`."""
+        ...
+
+    def on_placement(self, placement: Placement, lost: str) -> None:
+        """Modules lie elsewhere from now on; `lost` names a host that was lost, and why, else empty."""
         ...

@@ -18,6 +18,7 @@ from libs.engine.settings import EngineSettings
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
 from libs.model.random_model import random_model
+from libs.placement.placement import Placement
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 
@@ -159,6 +160,7 @@ class Listener:
         self.layers: list[LayerOutput] = []
         self.prompts: list[TokenOutput] = []
         self.failed: list[SequenceFailed] = []
+        self.placements: list[tuple[Placement, str]] = []
         self.held_names: set[bytes] = set()
         self.heard = asyncio.Event()
         self.threads: set[int] = set()
@@ -179,6 +181,10 @@ class Listener:
         assert not self.held_names.intersection(stored)
         assert self.held_names.issuperset(removed)
         self.held_names = (self.held_names | set(stored)) - set(removed)
+        self._note()
+
+    def on_placement(self, placement: Placement, lost: str) -> None:
+        self.placements.append((placement, lost))
         self._note()
 
     def on_failed(self, failure: SequenceFailed) -> None:
