@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from libs.bus.open_requests import OpenRequests
-from libs.bus.port import BusError, NotConnected, Overloaded
+from libs.bus.port import LEASE_SECONDS, BusError, NotConnected, Overloaded
 from libs.bus.presence_watch import PresenceWatch
 from libs.bus.wire import LOST_IN_FLIGHT, MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload
 
@@ -85,20 +85,23 @@ class MemorySubscription:
 
 
 class MemoryBroker:
-    """Shared by the buses that are to hear each other. `clock` gives seconds, for the expiry of presence."""
+    """Shared by the buses that are to hear each other. `clock` gives seconds, for the expiry of presence
+    and leases."""
 
     def __init__(
         self,
         *,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         presence_ttl_seconds: float = PRESENCE_TTL_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_payload_bytes = max_payload_bytes
+        self.max_payload_bytes, self.lease_seconds = max_payload_bytes, lease_seconds
         self._ttl_seconds, self._clock = presence_ttl_seconds, clock
         self._connections: list[MemoryConnection] = []
         self._subscriptions: dict[str, list[MemorySubscription]] = {}
         self._presence: dict[str, tuple[bytes, float]] = {}
+        self._leases: dict[str, tuple[str, float]] = {}
         self._turns: dict[tuple[str, str], int] = {}
 
     def stop(self) -> None:
@@ -110,6 +113,7 @@ class MemoryBroker:
         """It is back, by default with an empty store, and every bus is connected again."""
         if not keeps_presence:
             self._presence.clear()
+            self._leases.clear()
         for connection in self._connections:
             self.reconnect(connection)
 
@@ -199,6 +203,22 @@ class MemoryBroker:
         watch.begin_filling()
         for key, (value, _) in self._presence.items():
             watch.filled(key, value)
+
+    def hold_lease(self, name: str, holder: str) -> bool:
+        """Whether the lease is this holder's from now on."""
+        if self.lease_holder(name) not in (None, holder):
+            return False
+        self._leases[name] = (holder, self._clock() + self.lease_seconds)
+        return True
+
+    def lease_holder(self, name: str) -> str | None:
+        """Who has it now."""
+        holder, ends_at = self._leases.get(name, (None, 0.0))
+        return holder if ends_at > self._clock() else None
+
+    def drop_lease(self, name: str) -> None:
+        """Nobody has it."""
+        self._leases.pop(name, None)
 
     def _tell(self, key: str, value: bytes | None) -> None:
         for connection in self._connections:

@@ -128,12 +128,37 @@ class MemoryPresence:
             watch.end()
 
 
+class MemoryLeases:
+    """A `LeaseStore`."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+        self.lease_seconds = broker.lease_seconds
+
+    async def hold(self, name: str, holder: str) -> bool:
+        """As in `Bus`."""
+        return self._broker.hold_lease(name, holder)
+
+    async def release(self, name: str, holder: str) -> None:
+        """As in `Bus`."""
+        if self._broker.lease_holder(name) == holder:
+            self._broker.drop_lease(name)
+
+    async def holder(self, name: str) -> str | None:
+        """As in `Bus`."""
+        return self._broker.lease_holder(name)
+
+
 class MemoryBus(TypedBus):
     """One process's bus on `broker`. `disconnect` and `reconnect` play a broken connection."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker, self._connection = broker, broker.connect()
-        super().__init__(MemoryWire(broker, self._connection), MemoryPresence(broker, self._connection))
+        super().__init__(
+            MemoryWire(broker, self._connection),
+            MemoryPresence(broker, self._connection),
+            MemoryLeases(broker),
+        )
 
     def disconnect(self) -> None:
         """This bus alone loses the broker."""

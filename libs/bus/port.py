@@ -14,6 +14,9 @@ import msgspec
 Answer = TypeVar("Answer")
 M = TypeVar("M", bound="Message")
 
+LEASE_SECONDS = 3.0
+"""How long a lease lasts after it was held last, where a bus is not told otherwise."""
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """A fact or an order, published to whoever listens on its subject."""
@@ -75,7 +78,7 @@ class Overloaded(BusError):
 
 
 class PresenceUnavailable(BusError):
-    """The broker keeps no presence: JetStream is off, still starting, or refuses the entry."""
+    """The broker keeps no presence and no leases: JetStream is off, still starting, or refuses the entry."""
 
 
 class BusCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +117,7 @@ class PresenceEntry(msgspec.Struct, frozen=True):
 
 
 class Bus(Protocol):
-    """Publish, request and presence, typed by the messages."""
+    """Publish, request, presence and leases, typed by the messages."""
 
     @property
     def is_connected(self) -> bool:
@@ -187,6 +190,29 @@ class Bus(Protocol):
         own clock. Goes on through broker restarts, also when the broker comes back empty, and tells all keys
         again after each. Keys that were lost meanwhile are not told: they expire. A slow watcher gets only
         the latest of each key. Ends with StopAsyncIteration when the bus is closed."""
+        ...
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long a lease lasts after it was held last."""
+        ...
+
+    async def hold_lease(self, name: str, holder: str) -> bool:
+        """Take a lease that nobody has, or renew one's own; whether it is the holder's from now on for
+        `lease_seconds`. Of several who ask at once, one has it. Names and holders: as presence keys.
+
+        It is worth what the broker remembers: one that comes back empty gives it to whoever asks first, so a
+        holder that lost the broker has it no more until it holds it again. Raises NotConnected at once,
+        RequestTimedOut or PresenceUnavailable: whether it was taken is not known then."""
+        ...
+
+    async def release_lease(self, name: str, holder: str) -> None:
+        """Let the next one have it now. Nothing happens where it is not this holder's. Raises as
+        `hold_lease`."""
+        ...
+
+    async def lease_holder(self, name: str) -> str | None:
+        """Who has it now. Raises as `hold_lease`."""
         ...
 
     async def close(self) -> None:

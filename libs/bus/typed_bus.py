@@ -15,7 +15,7 @@ from libs.bus.port import (
     Subscription,
 )
 from libs.bus.subscriptions import Answering, Listening, Tally
-from libs.bus.wire import PresenceStore, Wire
+from libs.bus.wire import LeaseStore, PresenceStore, Wire
 
 Answer = TypeVar("Answer")
 M = TypeVar("M", bound=Message)
@@ -24,8 +24,8 @@ M = TypeVar("M", bound=Message)
 class TypedBus:
     """Owns its wire and its subscriptions."""
 
-    def __init__(self, wire: Wire, presence: PresenceStore) -> None:
-        self._wire, self._presence = wire, presence
+    def __init__(self, wire: Wire, presence: PresenceStore, leases: LeaseStore) -> None:
+        self._wire, self._presence, self._leases = wire, presence, leases
         self._tally = Tally()
         self._subscriptions: list[Listening | Answering] = []
         self._is_closed = False
@@ -121,6 +121,26 @@ class TypedBus:
         self._check_open()
         return self._presence.watch()
 
+    @property
+    def lease_seconds(self) -> float:
+        """As in `Bus`."""
+        return self._leases.lease_seconds
+
+    async def hold_lease(self, name: str, holder: str) -> bool:
+        """As in `Bus`."""
+        self._check_lease(name, holder)
+        return await self._leases.hold(name, holder)
+
+    async def release_lease(self, name: str, holder: str) -> None:
+        """As in `Bus`."""
+        self._check_lease(name, holder)
+        await self._leases.release(name, holder)
+
+    async def lease_holder(self, name: str) -> str | None:
+        """As in `Bus`."""
+        self._check_lease(name)
+        return await self._leases.holder(name)
+
     async def close(self) -> None:
         """Cancel the handlers in progress and tell their askers, send what waits, disconnect. Idempotent."""
         if self._is_closed:
@@ -131,6 +151,11 @@ class TypedBus:
             await subscription.abandon()
         self._subscriptions.clear()
         await self._wire.close()
+
+    def _check_lease(self, *words: str) -> None:
+        for word in words:
+            check_presence_key(word)
+        self._check_connected()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -1,4 +1,4 @@
-"""What the typed bus stands on: bytes on subjects, and presence as bytes. One pair for NATS, one in
+"""What the typed bus stands on: bytes on subjects, presence as bytes, and leases. One set for NATS, one in
 memory."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -110,6 +110,27 @@ class PresenceStore(Protocol):
 
     def close(self) -> None:
         """End the watches."""
+        ...
+
+
+class LeaseStore(Protocol):
+    """Who has which lease. The caller has checked names and holders."""
+
+    @property
+    def lease_seconds(self) -> float:
+        """As in `Bus`."""
+        ...
+
+    async def hold(self, name: str, holder: str) -> bool:
+        """As `Bus.hold_lease`."""
+        ...
+
+    async def release(self, name: str, holder: str) -> None:
+        """As `Bus.release_lease`."""
+        ...
+
+    async def holder(self, name: str) -> str | None:
+        """As `Bus.lease_holder`."""
         ...
 
 

@@ -83,7 +83,9 @@ class Scene(Protocol):
 class MemoryScene:
     def __init__(self) -> None:
         self._now = 0.0
-        self._broker = MemoryBroker(presence_ttl_seconds=TTL_SECONDS, clock=lambda: self._now)
+        self._broker = MemoryBroker(
+            presence_ttl_seconds=TTL_SECONDS, lease_seconds=TTL_SECONDS, clock=lambda: self._now
+        )
         self._buses: list[Bus] = []
 
     async def bus(self) -> Bus:
@@ -113,7 +115,9 @@ class NatsScene:
     async def bus(self) -> Bus:
         await self._server.start()
         self._buses.append(
-            await NatsBus.connect(self._server.url, name="test", presence_ttl_seconds=TTL_SECONDS)
+            await NatsBus.connect(
+                self._server.url, name="test", presence_ttl_seconds=TTL_SECONDS, lease_seconds=TTL_SECONDS
+            )
         )
         return self._buses[-1]
 
