@@ -21,6 +21,7 @@ from libs.runtime.probes import probe_app
 from libs.runtime.runtime import Runtime
 from libs.runtime.settings import RuntimeSettings
 from libs.runtime.signals import Parent, end_at_latest_after, stop_on_signals
+from libs.runtime.successor import replace_process
 from libs.telemetry.logs import configure_logs
 from libs.telemetry.metrics import new_registry
 from libs.telemetry.traces import configure_traces
@@ -36,7 +37,8 @@ log = structlog.get_logger()
 def run_service(
     kind: ServiceKind, settings_type: type[S], build: Callable[[S], Service], *, serves_probes: bool = True
 ) -> None:
-    """Read settings, live, and end the process: 0 asked to end, 1 broken, 2 bad settings.
+    """Read settings, live, and end the process: 0 asked to end, 1 broken, 2 bad settings; or become the
+    program that the service ends as.
 
     `serves_probes` False is for a program whose own HTTP server has /live, /ready and /metrics.
     """
@@ -48,18 +50,28 @@ def run_service(
         check_url(settings.nats_server)
     except SettingsError as error:
         exit_for(error, kind.value)
-    raise SystemExit(
-        uvloop.run(_run(new_identity(kind, settings.name), settings, build, serves_probes, parent))
-    )
+    stop, identity = Stop(), new_identity(kind, settings.name)
+    exit_code = uvloop.run(_run(identity, settings, build, serves_probes, stop, parent))
+    if successor := stop.successor:
+        try:
+            replace_process(successor)
+        except OSError as error:
+            log.error("program_not_replaced", program=successor.module, error=str(error))  # noqa: TRY400
+            exit_code = EXIT_CRASHED
+    raise SystemExit(exit_code)
 
 
 async def _run(
-    identity: Identity, settings: S, build: Callable[[S], Service], serves_probes: bool, parent: Parent
+    identity: Identity,
+    settings: S,
+    build: Callable[[S], Service],
+    serves_probes: bool,
+    stop: Stop,
+    parent: Parent,
 ) -> int:
     who = (identity.kind.value, identity.name, identity.incarnation)
     configure_logs(*who, level=settings.log_level, log_format=settings.log_format)
     tracing = configure_traces(*who, endpoint=settings.otel_exporter_otlp_endpoint)
-    stop = Stop()
     stop_on_signals(stop, parent, drain_timeout_seconds=settings.drain_timeout_seconds)
     bus = await connect_bus(settings.nats_server, identity.name, stop.asked)
     if bus is None:
@@ -70,7 +82,8 @@ async def _run(
         await bus.close()
         tracing.close()
     log.info("service_ended", exit_code=exit_code)
-    end_at_latest_after(_LEAVE_SECONDS, exit_code)
+    if not stop.successor:
+        end_at_latest_after(_LEAVE_SECONDS, exit_code)
     return exit_code
 
 

@@ -29,8 +29,13 @@ class Parent:
 
 
 def stop_on_signals(stop: Stop, parent: Parent, *, drain_timeout_seconds: float) -> None:
-    """The first SIGTERM or SIGINT asks the service to end, the second ends the process at once."""
+    """The first SIGTERM or SIGINT asks the service to end, the second ends the process at once.
+
+    However it ends, also in favour of another program, it does so within a bound.
+    """
     loop = asyncio.get_running_loop()
+    limit_seconds = drain_timeout_seconds + CLOSE_TIMEOUT_SECONDS + 5
+    stop.on_succession = lambda: end_at_latest_after(limit_seconds, 1)
 
     def asked(number: signal.Signals) -> None:
         if stop.asked.is_set():
@@ -38,7 +43,7 @@ def stop_on_signals(stop: Stop, parent: Parent, *, drain_timeout_seconds: float)
             os._exit(128 + number)
         stop.skip_drain = parent.is_gone
         log.info("stop_asked", signal=number.name, parent_gone=stop.skip_drain)
-        end_at_latest_after(drain_timeout_seconds + CLOSE_TIMEOUT_SECONDS + 5, 1)
+        end_at_latest_after(limit_seconds, 1)
         stop.asked.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -19,6 +19,7 @@ from libs.runtime.runtime import Runtime
 from libs.transport.port import Listener, Transport
 from libs.worker.device_events import DeviceEvents
 from libs.worker.gauges import WorkerGauges
+from libs.worker.role_flip import RoleFlip, runs_both
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import (
     block_shape_of,
@@ -75,6 +76,7 @@ class DecodeWorkerService:
         runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
         self._subscriptions.append(await runtime.bus.serve(Reserve, self._reserve, at=runtime.incarnation))
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
+        self._subscriptions.append(await self._role_flip(runtime).serve())
         describe_instance(
             runtime,
             self._settings,
@@ -118,6 +120,14 @@ class DecodeWorkerService:
             mean_output_tokens=self._decoding.answer_lengths.mean_tokens,
             recent_request_ids=self._decoding.recent.ids(self._clock()),
             ended_request_ids=self._decoding.recently_ended.ids(self._clock()),
+        )
+
+    def _role_flip(self, runtime: Runtime) -> RoleFlip:
+        return RoleFlip(
+            runtime,
+            self._settings,
+            ServiceKind.PREFILL_WORKER,
+            denial=lambda: runs_both(self._settings.role),
         )
 
     @property

@@ -17,6 +17,7 @@ from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
 from libs.worker.device_events import DeviceEvents
 from libs.worker.gauges import WorkerGauges
+from libs.worker.role_flip import RoleFlip
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import (
     describe_instance,
@@ -65,6 +66,8 @@ class PrefillWorkerService:
         runtime.spawn("leases", self._renew_leases())
         self._subscriptions.append(await runtime.bus.serve(Prefill, self._prefill, at=runtime.incarnation))
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
+        role_flip = RoleFlip(runtime, self._settings, ServiceKind.DECODE_WORKER)
+        self._subscriptions.append(await role_flip.serve())
         describe_instance(runtime, self._settings, model, num_seats=self._settings.max_waiting)
         runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
 
