@@ -1,6 +1,6 @@
 """From named tensors to the packed weights that a model computes with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -9,7 +9,8 @@ from kernels.linear.contract import GatedLinear, Linear
 from libs.model.checkpoint import Checkpoint
 from libs.model.config import ModelConfig
 from libs.model.errors import BrokenModel
-from libs.model.model import Layer, Weights
+from libs.model.layer import Layer
+from libs.model.model import Weights
 
 OnProgress = Callable[[float], None]
 _NOT_WEIGHTS = (".rotary_emb.inv_freq",)  # old Llama checkpoints store it; it follows from the config
@@ -91,7 +92,7 @@ def assemble(
     assembly = _Assembly(checkpoint, dtype, device, on_progress)
     vocabulary = (config.vocab_size, config.hidden_size)
     embedding = assembly.tensor("model.embed_tokens.weight", *vocabulary)
-    layers = [_layer(config, assembly, f"model.layers.{index}") for index in range(config.num_layers)]
+    layers = {index: _layer(config, assembly, index) for index in range(config.num_layers)}
     final_norm = assembly.tensor("model.norm.weight", config.hidden_size)
     if config.tie_word_embeddings:
         assembly.left.pop("lm_head.weight", None)
@@ -109,7 +110,25 @@ def assemble(
     return Weights(None if config.tie_word_embeddings else embedding, layers, final_norm, head)
 
 
-def _layer(config: ModelConfig, assembly: _Assembly, prefix: str) -> Layer:
+def assemble_layers(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    layers: range,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[tuple[int, Layer]]:
+    """Some layers as `assemble` gives them, one by one with their numbers; nothing else is read.
+
+    Raises:
+        BrokenModel: a tensor is missing or has another shape.
+    """
+    assembly = _Assembly(checkpoint, dtype, device, on_progress=None)
+    return ((index, _layer(config, assembly, index)) for index in layers)
+
+
+def _layer(config: ModelConfig, assembly: _Assembly, index: int) -> Layer:
+    prefix = f"model.layers.{index}"
     hidden, attention = config.hidden_size, f"{prefix}.self_attn"
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return Layer(

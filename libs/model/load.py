@@ -5,16 +5,14 @@ from pathlib import Path
 import torch
 
 from libs.model.assemble import OnProgress, assemble
-from libs.model.checkpoint import Checkpoint
 from libs.model.config import ModelConfig, within_sliding_window
 from libs.model.errors import UnsupportedModel
 from libs.model.fingerprint import fingerprint
-from libs.model.gguf_checkpoint import GgufCheckpoint
 from libs.model.gguf_config import gguf_config
 from libs.model.gguf_file import read_gguf
 from libs.model.hf_config import read_hf_config
+from libs.model.layer_files import LayerFiles, open_checkpoint
 from libs.model.model import Model
-from libs.model.safetensors_checkpoint import SafetensorsCheckpoint
 from libs.model.source import find_model
 
 __all__ = ["find_model", "load_model"]
@@ -40,16 +38,14 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise UnsupportedModel(f"dtype {dtype} is not supported; use one of {', '.join(map(str, _DTYPES))}")
-    config, checkpoint = _open(source)
-    config = within_sliding_window(config, max_model_len)
+    source = source.absolute()  # layers may be read again after the working directory changed
+    config = within_sliding_window(_config(source), max_model_len)
+    checkpoint = open_checkpoint(source, config)
     weights = assemble(config, checkpoint, dtype=dtype, device=torch.device(device), on_progress=on_progress)
     name = fingerprint(config, checkpoint.spans, str(dtype).removeprefix("torch."))
-    return Model(config, weights, fingerprint=name)
+    files = LayerFiles(source, config, name, dtype=dtype, device=torch.device(device))
+    return Model(config, weights, fingerprint=name, layer_source=files)
 
 
-def _open(source: Path) -> tuple[ModelConfig, Checkpoint]:
-    if source.is_file():
-        file = read_gguf(source)
-        config = gguf_config(file)
-        return config, GgufCheckpoint(file, config)
-    return read_hf_config(source), SafetensorsCheckpoint(source)
+def _config(source: Path) -> ModelConfig:
+    return gguf_config(read_gguf(source)) if source.is_file() else read_hf_config(source)

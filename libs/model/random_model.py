@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
-from libs.model.assemble import assemble
+from libs.model.assemble import assemble, assemble_layers
 from libs.model.checkpoint import TensorSpan
 from libs.model.config import ModelConfig
 from libs.model.fingerprint import config_digest
+from libs.model.layer import Layer
 from libs.model.model import Model
 
 
@@ -60,10 +61,29 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes if config.tie_word_embeddings else shapes | {"lm_head.weight": (config.vocab_size, d)}
 
 
+class _RandomLayers:
+    """A `LayerSource` that draws everything before a layer again: it takes as long as making the model."""
+
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
+        self._config = config
+        self._seed = seed
+        self._dtype = dtype
+
+    def read_layers(self, layers: range) -> dict[int, Layer]:
+        checkpoint = _RandomCheckpoint(self._config, self._seed)
+        checkpoint.read("model.embed_tokens.weight")  # it is drawn first
+        drawn = range(max(layers, default=-1) + 1)
+        found = assemble_layers(
+            self._config, checkpoint, drawn, dtype=self._dtype, device=torch.device("cpu")
+        )
+        return {index: layer for index, layer in found if index in layers}
+
+
 def random_model(config: ModelConfig, seed: int, dtype: torch.dtype) -> Model:
     """A model on the CPU whose weights follow from `seed`; its fingerprint does too."""
     config.check()
     weights = assemble(config, _RandomCheckpoint(config, seed), dtype=dtype, device=torch.device("cpu"))
     digest = config_digest(config, str(dtype).removeprefix("torch."))
     digest.update(f"random {seed}".encode())
-    return Model(config, weights, fingerprint=digest.hexdigest(length=16))
+    source = _RandomLayers(config, seed, dtype)
+    return Model(config, weights, fingerprint=digest.hexdigest(length=16), layer_source=source)

@@ -1,0 +1,66 @@
+"""Layers read again from the files that a model was loaded from."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from libs.model.assemble import assemble_layers
+from libs.model.checkpoint import Checkpoint
+from libs.model.config import ModelConfig
+from libs.model.errors import BrokenModel, SourceChanged
+from libs.model.fingerprint import fingerprint
+from libs.model.gguf_checkpoint import GgufCheckpoint
+from libs.model.gguf_file import read_gguf
+from libs.model.layer import Layer
+from libs.model.safetensors_checkpoint import SafetensorsCheckpoint
+
+
+def open_checkpoint(source: Path, config: ModelConfig) -> Checkpoint:
+    """The weights of the GGUF file or Hugging Face directory `source`.
+
+    Raises:
+        BrokenModel: the files are missing or damaged.
+    """
+    return GgufCheckpoint(read_gguf(source), config) if source.is_file() else SafetensorsCheckpoint(source)
+
+
+class LayerFiles:
+    """A `LayerSource` over a GGUF file or a Hugging Face directory, opened anew for each reading: nothing of
+    the files stays open or mapped between."""
+
+    def __init__(
+        self, source: Path, config: ModelConfig, name: str, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._source = source
+        self._config = config
+        self._fingerprint = name
+        self._dtype = dtype
+        self._device = device
+
+    def read_layers(self, layers: range) -> dict[int, Layer]:
+        """See `LayerSource`. The fingerprint is taken before and after, so layers of files that are replaced
+        meanwhile are refused too."""
+        try:
+            checkpoint = self._unchanged()
+            found = assemble_layers(self._config, checkpoint, layers, dtype=self._dtype, device=self._device)
+            result = dict(found)
+            self._unchanged()
+        except (BrokenModel, OSError, ValueError, SafetensorError) as error:  # ValueError: a map past the end
+            raise SourceChanged(
+                f"the weights in {self._source} cannot be read again: {error}; put the files back"
+            ) from error
+        return result
+
+    def _unchanged(self) -> Checkpoint:
+        """The checkpoint, if its weights are still those of the model."""
+        if not self._source.exists():
+            raise SourceChanged(f"{self._source} is gone, and with it the weights; put it back")
+        checkpoint = open_checkpoint(self._source, self._config)
+        name = fingerprint(self._config, checkpoint.spans, str(self._dtype).removeprefix("torch."))
+        if name != self._fingerprint:
+            raise SourceChanged(
+                f"{self._source} holds other weights than those loaded from it (fingerprint {name}, was "
+                f"{self._fingerprint}); put the old files back, or restart with the new ones"
+            )
+        return checkpoint
