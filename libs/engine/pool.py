@@ -1,7 +1,8 @@
 """The KV memory of one worker: one arena, cut into blocks, each block into slots.
 
 Block-major, `[num_blocks, num_slots, 2, block_size, head_dim]`, one slot for each (layer, KV head) that
-lives here. When layers or heads leave, blocks get fewer slots and the same bytes become more blocks.
+lives here. When layers or heads leave, blocks get fewer slots and the same bytes become more blocks. What
+other instances' modules need is given up at the arena's end.
 """
 
 from collections.abc import Collection
@@ -10,9 +11,8 @@ from itertools import groupby
 
 import torch
 
+from libs.engine.arena import Arena, Region
 from libs.engine.errors import OutOfBlocks
-
-_CHUNK_BLOCKS = 64  # blocks staged at once while the layout changes: bounds the extra memory
 
 
 @dataclass(frozen=True)
@@ -45,49 +45,107 @@ class Relayout:
 
 
 class Pool:
-    """The arena and its views. Not thread-safe: the engine's thread owns it."""
+    """The arena and its views. Not thread-safe, but for `touch`: the engine's thread owns it.
 
-    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
+    `max_bytes` is what it may ever grow to, on the CPU; address space, not memory.
+    """
+
+    def __init__(
+        self, layout: BlockLayout, num_blocks: int, device: torch.device, *, max_bytes: int = 0
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        num_elements = num_blocks * layout.block_bytes // layout.dtype.itemsize
-        self._arena = torch.empty(num_elements, dtype=layout.dtype, device=device)
-        self._arena.zero_()  # the first touch of a page is slow: pay it here, not in a step
-        self._layers = self._layer_slots(layout)
+        self._arena = Arena(num_blocks * layout.block_bytes, device, max_bytes=max_bytes)
+        self._spans = layer_spans(layout)
 
     @property
     def blocks(self) -> torch.Tensor:
         """All blocks, `[num_blocks, num_slots, 2, block_size, head_dim]`."""
-        return self._shaped(self.layout, self.num_blocks)
+        return shaped(self._arena.memory, self.layout, self.num_blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """All memory, also what is given up."""
+        return self._arena.num_bytes
+
+    @property
+    def num_given_up_bytes(self) -> int:
+        """What others have of it."""
+        return self._arena.num_given_up_bytes
 
     def layer(self, layer: int) -> torch.Tensor:
         """KV of one layer's heads that live here, `[num_blocks, heads, 2, block_size, head_dim]`, a view."""
-        first, end = self._layers[layer]
+        first, end = self._spans[layer]
         return self.blocks[:, first:end]
 
-    def capacity(self, layout: BlockLayout) -> int:
-        """Blocks that this arena's bytes are under another layout."""
-        return self._arena.numel() * layout.dtype.itemsize // layout.block_bytes
+    def capacity(self, layout: BlockLayout, *, num_given_up_bytes: int = 0) -> int:
+        """Blocks that the pool could have under `layout`, also once so many more bytes were given up."""
+        own_bytes = self._arena.own_bytes
+        if num_given_up_bytes:
+            own_bytes = self._arena.own_bytes_after(num_given_up_bytes)
+        return max(0, own_bytes // layout.block_bytes)
 
-    def can_relayout(self, layout: BlockLayout, live: Collection[int]) -> bool:
+    def can_relayout(
+        self, layout: BlockLayout, live: Collection[int], *, num_blocks: int | None = None
+    ) -> bool:
         """Whether the live blocks fit under `layout`."""
-        return len(live) <= self.capacity(layout)
+        return len(live) <= self._blocks_after(layout, num_blocks)
 
-    def relayout(self, layout: BlockLayout, live: Collection[int]) -> Relayout:
+    def relayout(
+        self, layout: BlockLayout, live: Collection[int], *, num_blocks: int | None = None
+    ) -> Relayout:
         """Changes the slots in place. Live blocks keep the content of slots that stay; new slots are zero.
 
-        Views taken before are void. Raises OutOfBlocks when the live blocks do not fit.
+        The pool has `num_blocks` then, or as many as its memory holds, whichever is less. Views taken before
+        are void. Raises OutOfBlocks when the live blocks do not fit.
         """
-        before, after = self.num_blocks, self.capacity(layout)
-        if not self.can_relayout(layout, live):
+        before, after = self.num_blocks, self._blocks_after(layout, num_blocks)
+        if len(live) > after:
             raise OutOfBlocks(
                 f"{len(live)} live blocks do not fit into {after} blocks of the new layout; free some"
             )
         moved = self._move_below(after, live)
         ids = sorted(moved.get(block, block) for block in live)
-        self._rewrite(layout, after, ids)
-        self.layout, self.num_blocks, self._layers = layout, after, self._layer_slots(layout)
+        if layout.slots != self.layout.slots:
+            rewrite(self.blocks, shaped(self._arena.memory, layout, after), self.layout, layout, ids)
+        self.layout, self.num_blocks, self._spans = layout, after, layer_spans(layout)
         return Relayout(before, after, moved)
+
+    def give_up(self, num_bytes: int) -> Region:
+        """Memory behind the pool's blocks for others. Raises NoRoom: `relayout` into fewer blocks first."""
+        return self._arena.give_up(num_bytes, self._used_bytes)
+
+    def take_back(self, region: Region) -> None:
+        """Others do not need it any more; `relayout` makes blocks of it. Idempotent."""
+        self._arena.take_back(region)
+
+    def grow(self, num_bytes: int) -> int:
+        """More memory for the pool, of which `relayout` makes blocks; returns how much it got.
+
+        At most up to `max_bytes`, and none where memory is not taken page by page (CUDA). `touch_ahead`
+        before makes the first use fast.
+        """
+        return self._arena.grow(num_bytes)
+
+    def shrink(self, num_bytes: int) -> None:
+        """Undoes `grow`. Raises NoRoom: `relayout` into fewer blocks first."""
+        self._arena.shrink(num_bytes, self._used_bytes)
+
+    def touch_ahead(self, num_bytes: int) -> None:
+        """Takes the pages of the first `num_bytes`, used or not. Changes no content; from any thread."""
+        self._arena.touch(0, num_bytes)
+
+    def touch(self, region: Region) -> None:
+        """Takes the pages of a region. Changes no content; from any thread."""
+        self._arena.touch(region.first_byte, region.end_byte)
+
+    @property
+    def _used_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    def _blocks_after(self, layout: BlockLayout, num_blocks: int | None) -> int:
+        capacity = self.capacity(layout)
+        return capacity if num_blocks is None else min(num_blocks, capacity)
 
     def _move_below(self, limit: int, live: Collection[int]) -> dict[int, int]:
         """Copies live blocks from ids at or above `limit` to free ids below it, in the layout in force."""
@@ -99,35 +157,40 @@ class Pool:
             blocks[target] = blocks[source]
         return moved
 
-    def _rewrite(self, layout: BlockLayout, num_blocks: int, ids: list[int]) -> None:
-        """Moves each block from its old place in the arena to its new one.
 
-        Smaller blocks move towards the front, so ascending order overwrites only what was read; larger ones
-        the other way round. Within a chunk the copy in `staged` keeps source and target apart.
-        """
-        old, new = self.blocks, self._shaped(layout, num_blocks)
-        place = {slot: index for index, slot in enumerate(self.layout.slots)}
-        kept = [(index, place[slot]) for index, slot in enumerate(layout.slots) if slot in place]
-        targets, sources = [index for index, _ in kept], [index for _, index in kept]
-        chunks = [ids[start : start + _CHUNK_BLOCKS] for start in range(0, len(ids), _CHUNK_BLOCKS)]
-        if len(layout.slots) > len(self.layout.slots):
-            chunks.reverse()
-        for chunk in chunks:
-            staged = old[chunk][:, sources]
-            fresh = torch.zeros((len(chunk), *new.shape[1:]), dtype=new.dtype, device=new.device)
-            fresh[:, targets] = staged
-            new[chunk] = fresh
+def shaped(memory: torch.Tensor, layout: BlockLayout, num_blocks: int) -> torch.Tensor:
+    """The first bytes of `memory`, uint8, as blocks `[num_blocks, num_slots, 2, block_size, head_dim]`."""
+    shape = (num_blocks, len(layout.slots), 2, layout.block_size, layout.head_dim)
+    num_bytes = num_blocks * len(layout.slots) * layout.slot_elements * layout.dtype.itemsize
+    return memory[:num_bytes].view(layout.dtype).view(shape)
 
-    def _shaped(self, layout: BlockLayout, num_blocks: int) -> torch.Tensor:
-        shape = (num_blocks, len(layout.slots), 2, layout.block_size, layout.head_dim)
-        num_elements = num_blocks * len(layout.slots) * layout.slot_elements
-        return self._arena[:num_elements].view(shape)
 
-    @staticmethod
-    def _layer_slots(layout: BlockLayout) -> dict[int, tuple[int, int]]:
-        """First and end slot of each layer."""
-        spans: dict[int, tuple[int, int]] = {}
-        for layer, group in groupby(enumerate(layout.slots), key=lambda pair: pair[1][0]):
-            indices = [index for index, _ in group]
-            spans[layer] = (indices[0], indices[-1] + 1)
-        return spans
+def layer_spans(layout: BlockLayout) -> dict[int, tuple[int, int]]:
+    """First and end slot of each layer."""
+    spans: dict[int, tuple[int, int]] = {}
+    for layer, group in groupby(enumerate(layout.slots), key=lambda pair: pair[1][0]):
+        indices = [index for index, _ in group]
+        spans[layer] = (indices[0], indices[-1] + 1)
+    return spans
+
+
+def rewrite(
+    old: torch.Tensor, new: torch.Tensor, before: BlockLayout, after: BlockLayout, ids: list[int]
+) -> None:
+    """Moves blocks from their old place in the memory to their new one.
+
+    Smaller blocks move towards the front, so ascending order overwrites only what was read; larger ones the
+    other way round. Of one block, source and target may overlap: a copy keeps them apart.
+    """
+    place = {slot: index for index, slot in enumerate(before.slots)}
+    kept = [(index, place[slot]) for index, slot in enumerate(after.slots) if slot in place]
+    targets = torch.tensor([index for index, _ in kept], dtype=torch.int64, device=old.device)
+    sources = torch.tensor([index for _, index in kept], dtype=torch.int64, device=old.device)
+    staged = torch.empty((len(kept), *old.shape[2:]), dtype=old.dtype, device=old.device)
+    for block in ids if len(after.slots) <= len(before.slots) else reversed(ids):
+        if kept:
+            torch.index_select(old[block], 0, sources, out=staged)
+        if len(kept) == len(after.slots):
+            new[block].copy_(staged)
+        else:
+            new[block].zero_().index_copy_(0, targets, staged)
