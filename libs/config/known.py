@@ -24,10 +24,12 @@ KNOWN_FIELDS = frozenset(
     {
         "access_trace",
         "access_trace_mib",
+        "admin_key",
         "api_key",
         "block_size",
         "config",
         "connect_timeout_seconds",
+        "coordinators",
         "decode",
         "device",
         "disk_gib",

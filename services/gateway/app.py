@@ -12,10 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.admin import AdminKey, is_admin_call
 from services.gateway.errors import ApiError, Failed, NotFound, Unauthorized, encode_error
 from services.gateway.generation_api import GenerationApi
 from services.gateway.mesh_page import PAGE_PATHS, MeshPage
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.migrations_api import MigrationsApi
 from services.gateway.operations_api import OperationsApi
 from services.gateway.tenants import NOBODY, SCOPE_KEY, Tenant, Tenants
 
@@ -34,9 +36,12 @@ class MethodNotAllowed(ApiError):
 def build_app(
     generation: GenerationApi,
     operations: OperationsApi,
+    migrations: MigrationsApi,
     mesh_page: MeshPage,
     metrics: GatewayMetrics,
+    *,
     api_keys: Sequence[str],
+    admin_key: str,
 ) -> Starlette:
     """All paths of the gateway."""
     routes = [
@@ -47,6 +52,7 @@ def build_app(
         Route("/v1/models", operations.models),
         Route("/v1/models/{model:path}", operations.model),
         Route("/v1/mesh", operations.mesh),
+        *migrations.routes(),
         *mesh_page.routes(),
         Route("/live", operations.live),
         Route("/ready", operations.ready),
@@ -59,7 +65,7 @@ def build_app(
         routes=routes,
         middleware=[
             Middleware(_CountedResponses, metrics=metrics, paths=paths),
-            Middleware(_Keys, tenants=Tenants(api_keys)),
+            Middleware(_Keys, tenants=Tenants(api_keys), admin_key=AdminKey(admin_key)),
         ],
         exception_handlers={
             ApiError: _api_error,
@@ -73,20 +79,31 @@ def build_app(
 
 
 class _Keys:
-    """Lets requests through that show one of the keys; without keys, all. Says in the scope whose it is."""
+    """Lets requests through that show one of the keys; without keys, all. Says in the scope whose it is.
 
-    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
-        self._app, self._tenants = app, tenants
+    Admin calls are let through by the admin key alone.
+    """
+
+    def __init__(self, app: ASGIApp, tenants: Tenants, admin_key: AdminKey) -> None:
+        self._app, self._tenants, self._admin_key = app, tenants, admin_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            tenant = self._tenant_of(Request(scope)) if self._tenants.need_keys else NOBODY
-            if tenant is None:
-                error = Unauthorized("a valid API key is needed: send `Authorization: Bearer <key>`")
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
-            scope[SCOPE_KEY] = tenant
         await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        if is_admin_call(scope["method"], scope["path"]):
+            self._admin_key.check(Request(scope))
+        elif scope["path"] not in OPEN_PATHS:
+            tenant = self._tenant_of(Request(scope)) if self._tenants.need_keys else NOBODY
+            if tenant is None:
+                raise Unauthorized("a valid API key is needed: send `Authorization: Bearer <key>`")
+            scope[SCOPE_KEY] = tenant
 
     def _tenant_of(self, request: Request) -> Tenant | None:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")

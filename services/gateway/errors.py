@@ -2,13 +2,15 @@
 
 ApiError
  |- BadRequest (400) - ContextTooLong
- |- Unauthorized (401), NotFound (404), TooLarge (413), WrongContentType (415)
+ |- Unauthorized (401), Forbidden (403), NotFound (404), Conflict (409)
+ |- TooLarge (413), WrongContentType (415)
  |- Overloaded (429), Failed (500), Unavailable (503), DeadlineOver (504)
 """
 
 from typing import ClassVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -18,6 +20,8 @@ class ErrorBody(msgspec.Struct, frozen=True):
     type: str
     param: str | None = None
     code: str | None = None
+    epoch: int | UnsetType = UNSET
+    """Of a refused move: the placement's now, where it is known."""
 
 
 class ErrorDocument(msgspec.Struct, frozen=True):
@@ -44,6 +48,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.message, self.param, self.retry_after_seconds = message, param, retry_after_seconds
         self.code = code or self.code
+        self.epoch: int | UnsetType = UNSET
 
 
 class BadRequest(ApiError):
@@ -64,10 +69,26 @@ class Unauthorized(ApiError):
     status, type, code = 401, "authentication_error", "invalid_api_key"
 
 
+class Forbidden(ApiError):
+    """Nobody may do this here, whichever key they show."""
+
+    status, type, code = 403, "permission_error", "forbidden"
+
+
 class NotFound(ApiError):
     """No such model, or no such path."""
 
     status, type, code = 404, "invalid_request_error", "not_found"
+
+
+class Conflict(ApiError):
+    """What was asked for does not fit the state of things; `epoch` is the placement's now, -1 not known."""
+
+    status, type, code = 409, "conflict_error", "conflict"
+
+    def __init__(self, message: str, *, code: str, epoch: int = -1) -> None:
+        super().__init__(message, code=code)
+        self.epoch = UNSET if epoch < 0 else epoch
 
 
 class RequestTimeout(ApiError):
@@ -117,4 +138,5 @@ _encoder = msgspec.json.Encoder()
 
 def encode_error(error: ApiError) -> bytes:
     """The JSON document of an error."""
-    return _encoder.encode(ErrorDocument(ErrorBody(error.message, error.type, error.param, error.code)))
+    body = ErrorBody(error.message, error.type, error.param, error.code, error.epoch)
+    return _encoder.encode(ErrorDocument(body))

@@ -7,6 +7,7 @@ import msgspec
 from services.gateway.chat_answer import ChatCompletion
 from services.gateway.completion_answer import Completion
 from services.gateway.errors import ErrorDocument
+from services.gateway.migration_fields import MigrationRequest
 from services.gateway.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -24,6 +25,10 @@ _GETS = {
     "/v1/models": "The models served",
     "/v1/models/{model}": "One model",
     "/v1/mesh": "Services, states, loads and rates of the mesh",
+    "/v1/mesh/placement": "Who runs which layers and holds which KV heads of each instance",
+    "/v1/mesh/migrations": "Moves of layers, heads and blocks, under way and past",
+    "/v1/mesh/migrations/{id}": "One move: its phase, bytes, pause, capacity before and after",
+    "/v1/mesh/explain": "The last rounds of the coordinator's loop: what was considered, why it moved or not",
     "/v1/mesh/events": "The same as server-sent events, once a second and at every change",
     "/mesh": "The mesh as a page, live",
     "/live": "Whether the process lives",
@@ -51,15 +56,30 @@ _SESSION = {
 }
 
 
+_ADMIN_ERRORS = {
+    "401": "No valid admin key",
+    "403": "This gateway has no admin key, so nobody may",
+    "404": "No such worker, module or move",
+    "409": "Stale epoch, busy, no room, or too late; `epoch` is the placement's now",
+    "503": "No coordinator leads; see Retry-After",
+    "504": "The coordinator did not answer; it may have begun",
+}
+
+
 def openapi_document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     structs = [struct for _, asked, answer, _ in _POSTS.values() for struct in (asked, answer) if struct]
     _, components = msgspec.json.schema_components(
-        [*structs, ErrorDocument], ref_template="#/components/schemas/{name}"
+        [*structs, MigrationRequest, ErrorDocument], ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {path: {"get": _get(path, text)} for path, text in _GETS.items()}
     paths |= {path: {"post": _post(*facts)} for path, facts in _POSTS.items()}
-    security = {"key": {"type": "http", "scheme": "bearer"}}
+    paths["/v1/mesh/migrations"]["post"] = _start_migration()
+    paths["/v1/mesh/migrations/{id}"]["delete"] = _cancel_migration()
+    security = {
+        "key": {"type": "http", "scheme": "bearer"},
+        "admin_key": {"type": "http", "scheme": "bearer"},
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvmesh", "version": "1", "description": "OpenAI-compatible generation by a mesh."},
@@ -70,10 +90,47 @@ def openapi_document() -> dict[str, Any]:
 
 def _get(path: str, text: str) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": text, "responses": {"200": {"description": "As said"}}}
-    if "{model}" in path:
-        name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [name]
+    for name in ("model", "id"):
+        if f"{{{name}}}" in path:
+            operation["parameters"] = [_in_path(name)]
+    if path == "/v1/mesh/explain":
+        rounds = {"type": "integer", "minimum": 1, "maximum": 200, "default": 20}
+        operation["parameters"] = [{"name": "rounds", "in": "query", "schema": rounds}]
     return operation
+
+
+def _start_migration() -> dict[str, Any]:
+    location = {"description": "Where it is told how the move goes on", "schema": {"type": "string"}}
+    return {
+        "summary": "Move layers, KV heads or blocks to another worker, or bring them home",
+        "security": [{"admin_key": []}],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(MigrationRequest)}},
+        },
+        "responses": {
+            "202": {"description": "It begins: `id` and `epoch`", "headers": {"Location": location}},
+            **_errors({"400": _ERRORS["400"], **_ADMIN_ERRORS}),
+        },
+    }
+
+
+def _cancel_migration() -> dict[str, Any]:
+    return {
+        "summary": "Roll a move back, if it has not switched",
+        "security": [{"admin_key": []}],
+        "parameters": [_in_path("id")],
+        "responses": {"202": {"description": "It is rolled back"}, **_errors(_ADMIN_ERRORS)},
+    }
+
+
+def _in_path(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _errors(meanings: dict[str, str]) -> dict[str, Any]:
+    content = {"application/json": {"schema": _ref(ErrorDocument)}}
+    return {status: {"description": meaning, "content": content} for status, meaning in meanings.items()}
 
 
 def _post(
@@ -82,16 +139,12 @@ def _post(
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer) if answer else {"type": "object"}}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    errors = {
-        status: {"description": meaning, "content": {"application/json": {"schema": _ref(ErrorDocument)}}}
-        for status, meaning in _ERRORS.items()
-    }
     return {
         "summary": text,
         "parameters": [_SESSION] if streams else [],
         "security": [{}, {"key": []}],
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(asked)}}},
-        "responses": {"200": {"description": "The answer", "content": content}, **errors},
+        "responses": {"200": {"description": "The answer", "content": content}, **_errors(_ERRORS)},
     }
 
 

@@ -5,8 +5,10 @@ import time
 from typing import Any
 
 import msgspec
+from starlette.applications import Starlette
 
 from libs.bus.messages.generation import TokenFrame
+from libs.bus.messages.migration import MoveTold, PlacementTold
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
 from libs.bus.port import Subscription
 from libs.request.outcome import FailureReason
@@ -15,6 +17,7 @@ from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
 from services.gateway.answering import AnsweringRules
 from services.gateway.app import build_app
+from services.gateway.coordinator import LoopWatch
 from services.gateway.dispatch import Dispatch
 from services.gateway.gate import Gate
 from services.gateway.generation_api import GenerationApi, GenerationRules
@@ -24,8 +27,11 @@ from services.gateway.live_sessions import LiveSessions
 from services.gateway.mesh_feed import MeshFeed
 from services.gateway.mesh_page import MeshPage
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.migrations_api import MigrationsApi
 from services.gateway.model_card import ServedModel, default_name
 from services.gateway.operations_api import OperationsApi, Readiness
+from services.gateway.placement_view import move_document, names_of, placement_document
+from services.gateway.placements import Placements
 from services.gateway.prompt_names import layout_of
 from services.gateway.readmission import Limits
 from services.gateway.session import Failed
@@ -47,7 +53,8 @@ class GatewayService:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._gate = Gate(settings.max_concurrent_requests)
-        self._roster, self._loads = Roster(), Loads()
+        self._roster, self._loads, self._placements = Roster(), Loads(), Placements()
+        self._loop: LoopWatch | None = None
         self._served = ServedModel(
             settings.served_model_name or (default_name(settings.model),),
             settings.max_model_len,
@@ -74,32 +81,48 @@ class GatewayService:
         dispatch = Dispatch(runtime.bus, runtime.incarnation, live, limits, metrics)
         metrics.watch(lambda: live.num_waiting, lambda: len(live), lambda: self._gate.num_inside)
         metrics.mesh_viewers.set_function(lambda: self._feed.num_viewers)
-        self._subscriptions.append(
-            await runtime.bus.subscribe(TokenFrame, self._on_frame, at=runtime.incarnation)
-        )
-        self._subscriptions.append(await runtime.bus.subscribe(LoadReport, self._on_load))
+        self._loop = LoopWatch(runtime.bus, self._feed.changed)
+        await self._subscribe(runtime)
         runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
         runtime.spawn("strays", dispatch.abort_strays())
         runtime.spawn("mesh-feed", self._feed.run())
-        app = build_app(
-            GenerationApi(dispatch, self._served, self._gate, metrics, self._generation_rules()),
-            OperationsApi(
-                self._served,
-                runtime.registry,
-                readiness=self._readiness,
-                mesh=self._mesh,
-                max_body_bytes=settings.max_body_bytes,
-            ),
-            MeshPage(self._feed, metrics),
-            metrics,
-            settings.api_key,
-        )
+        runtime.spawn("loop-watch", self._loop.run())
+        app = self._app(runtime, dispatch, metrics)
         self._server = HttpServer(app, host=settings.host, port=settings.port, protocol=ApiHttpProtocol)
         runtime.describe(http_address=await self._server.open(), model=settings.model)
         runtime.spawn("http", self._server.wait_ended())
         runtime.progress("loading the tokenizer")
         self._served.language = await asyncio.to_thread(load_language, settings.model)
         runtime.describe(detail="", max_model_len=self._served.max_model_len())
+
+    async def _subscribe(self, runtime: Runtime) -> None:
+        bus = runtime.bus
+        self._subscriptions += [
+            await bus.subscribe(TokenFrame, self._on_frame, at=runtime.incarnation),
+            await bus.subscribe(LoadReport, self._on_load),
+            await bus.subscribe(PlacementTold, self._on_placement),
+            await bus.subscribe(MoveTold, self._on_move),
+        ]
+
+    def _app(self, runtime: Runtime, dispatch: Dispatch, metrics: GatewayMetrics) -> Starlette:
+        max_body_bytes = self._settings.max_body_bytes
+        return build_app(
+            GenerationApi(dispatch, self._served, self._gate, metrics, self._generation_rules()),
+            OperationsApi(
+                self._served,
+                runtime.registry,
+                readiness=self._readiness,
+                mesh=self._mesh,
+                max_body_bytes=max_body_bytes,
+            ),
+            MigrationsApi(
+                runtime.bus, self._roster, self._placements, self._loads, max_body_bytes=max_body_bytes
+            ),
+            MeshPage(self._feed, metrics),
+            metrics,
+            api_keys=self._settings.api_key,
+            admin_key=self._settings.admin_key,
+        )
 
     async def drain(self) -> None:
         """Let nobody in any more; return when those inside have their answers."""
@@ -139,11 +162,21 @@ class GatewayService:
         if self._live is not None:
             self._live.on_load(report, now)
 
+    def _on_placement(self, told: PlacementTold) -> None:
+        is_here = self._roster.get(told.placement.home) is not None
+        if is_here and self._placements.hear(told, time.monotonic()):
+            self._feed.changed()
+
+    def _on_move(self, told: MoveTold) -> None:
+        if self._placements.hear_move(told.move):
+            self._feed.changed()
+
     def _roster_changed(self, change: RosterChange) -> None:
         self._feed.changed()
         num_routers = len(self._roster.of_kind(ServiceKind.ROUTER))
         for presence in change.departed:
             self._loads.forget(presence.incarnation)
+            self._placements.forget(presence.incarnation, time.time())
             if self._live is not None:
                 self._live.on_departed(presence, num_routers_left=num_routers)
 
@@ -157,7 +190,12 @@ class GatewayService:
         return Readiness(reasons, instances(services))
 
     def _mesh(self) -> dict[str, Any]:
-        status = mesh_status(self._roster.all(), self._loads, time.monotonic())
+        now, services = time.monotonic(), self._roster.all()
+        status = mesh_status(services, self._loads, now)
+        status["placement"] = placement_document(services, self._placements, self._loads, now)
+        names = names_of(services)
+        status["migrations"] = [move_document(move, names) for move in self._placements.moves()]
+        status["loop"] = self._loop.last if self._loop is not None else None
         status["models"] = list(self._served.names)
         status["reasons"] = self._readiness().reasons
         status["num_requests_in_flight"] = self._gate.num_inside

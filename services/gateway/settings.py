@@ -24,6 +24,13 @@ class GatewaySettings(RuntimeSettings, frozen=True, kw_only=True):
             description="keys that clients must show one of; none: no key is needed", extra={"secret": True}
         ),
     ] = ()
+    admin_key: Annotated[
+        str,
+        Meta(
+            description="what calls that change the mesh must show; none: nobody may make them",
+            extra={"secret": True},
+        ),
+    ] = ""
     max_model_len: Annotated[
         int,
         Meta(
@@ -54,3 +61,8 @@ class GatewaySettings(RuntimeSettings, frozen=True, kw_only=True):
     flush_timeout_seconds: Annotated[
         float, Meta(description="how long a client may take to read the rest of a finished stream", gt=0)
     ] = 30.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where holders of an API key could change the mesh."""
+        if self.admin_key and self.admin_key in self.api_key:
+            raise ValueError("admin_key must be none of the keys in api_key")

@@ -1,0 +1,78 @@
+"""The leading migration coordinator as the gateway asks it; what the bus says becomes what clients see."""
+
+import asyncio
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from libs.bus.messages.migration import ExplainRounds, Rounds
+from libs.bus.port import (
+    Bus,
+    BusError,
+    HandlerFailed,
+    NoResponders,
+    NotConnected,
+    Overloaded,
+    Request,
+    RequestTimedOut,
+)
+from services.gateway.errors import ApiError, DeadlineOver, Failed, Unavailable
+
+ANSWER_TIMEOUT_SECONDS = 10.0
+LOOK_SECONDS = 2.0
+"""How often the loop's last round is asked for: the coordinator tells it to nobody by itself."""
+
+Answer = TypeVar("Answer")
+
+
+async def ask_coordinator(bus: Bus, request: Request[Answer]) -> Answer:
+    """Its answer. Raises Unavailable without one that leads, DeadlineOver, Failed."""
+    try:
+        return await bus.request(request, timeout_seconds=ANSWER_TIMEOUT_SECONDS)
+    except BusError as error:
+        raise _as_api_error(error) from error
+
+
+def _as_api_error(error: BusError) -> ApiError:
+    match error:
+        case NoResponders():
+            return Unavailable(
+                "no migration coordinator leads now; start one (kvmesh up --coordinators 1), "
+                "or try again if one has just left",
+                code="no_coordinator",
+                retry_after_seconds=2,
+            )
+        case NotConnected() | Overloaded():
+            return Unavailable(str(error), code="no_coordinator", retry_after_seconds=2)
+        case RequestTimedOut():
+            return DeadlineOver(
+                f"no answer of the coordinator within {ANSWER_TIMEOUT_SECONDS:g} seconds; it may have begun "
+                "what was asked for: GET /v1/mesh/migrations tells",
+                code="coordinator_timeout",
+            )
+        case HandlerFailed():
+            return Failed("the coordinator could not answer; it has logged why")
+        case _:
+            return Failed(str(error))
+
+
+class LoopWatch:
+    """Keeps the last round of the coordinator's loop, for those who look at the mesh."""
+
+    def __init__(self, bus: Bus, changed: Callable[[], None]) -> None:
+        self._bus, self._changed = bus, changed
+        self.last: Rounds | None = None
+        """None: there is no coordinator, or it has not answered."""
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        while True:
+            before, self.last = self.last, await self._ask()
+            if before != self.last:
+                self._changed()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _ask(self) -> Rounds | None:
+        try:
+            return await self._bus.request(ExplainRounds(num_rounds=1), timeout_seconds=LOOK_SECONDS)
+        except BusError:
+            return None

@@ -1,0 +1,99 @@
+"""What may be asked of migrations, and the move that it means. Pure."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from libs.bus.messages.migration import PlanMove
+from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from services.gateway.errors import BadRequest
+
+MAX_LAYERS, MAX_HEADS = 10_000, 1_000
+
+Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+Head = Annotated[int, Meta(ge=0, lt=MAX_HEADS)]
+WorkerName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class MigrationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A module that is to move: `layers`, `kv_heads`, `tokens` to a `host`, or `return_of` home."""
+
+    instance: Annotated[WorkerName, Meta(description="its home: a worker's name or incarnation")]
+    host: Annotated[WorkerName, Meta(description="where it goes: name or incarnation")] | None = None
+    layers: (
+        Annotated[tuple[Layer, Layer], Meta(description="first and end; the end is not among them")] | None
+    ) = None
+    kv_heads: (
+        Annotated[
+            tuple[Head, ...],
+            Meta(description="of the layers, or of all layers", min_length=1, max_length=MAX_HEADS),
+        ]
+        | None
+    ) = None
+    tokens: Annotated[bool, Meta(description="the host lends whole blocks")] = False
+    num_blocks: Annotated[int, Meta(description="how many; none: what it can spare", ge=1)] | None = None
+    return_of: Annotated[str, Meta(description="the move that brought away what comes home")] | None = None
+    kind: (
+        Annotated[
+            Literal["migrate", "offload"],
+            Meta(description="of layers: weights travel, or the host has the same ones; none: migrate"),
+        ]
+        | None
+    ) = None
+    expected_epoch: (
+        Annotated[int, Meta(description="refused with 409 unless the placement has it", ge=0)] | None
+    ) = None
+
+
+def check_shape(asked: MigrationRequest) -> None:
+    """Raises BadRequest where the fields do not make one move; `param` names the one that is wrong."""
+    module = [name for name in ("layers", "kv_heads") if getattr(asked, name) is not None]
+    ways = [*(["module"] if module else []), *(["tokens"] if asked.tokens else [])]
+    ways += ["return_of"] if asked.return_of is not None else []
+    if len(ways) != 1:
+        said = "give one of layers, kv_heads, tokens, return_of" + (", not several" if ways else "")
+        raise BadRequest(said, param="return_of" if "return_of" in ways else "layers")
+    if asked.layers is not None and asked.layers[0] >= asked.layers[1]:
+        first, end = asked.layers
+        raise BadRequest(f"layers: [{first}, {end}] are none; the end must be greater", param="layers")
+    if asked.kv_heads is not None and len(set(asked.kv_heads)) < len(asked.kv_heads):
+        raise BadRequest("kv_heads: a head is named twice", param="kv_heads")
+    if asked.kind is not None and module != ["layers"]:
+        raise BadRequest("kind is of layers alone", param="kind")
+    if asked.num_blocks is not None and not asked.tokens:
+        raise BadRequest("num_blocks is of tokens alone", param="num_blocks")
+    if (asked.host is None) != (asked.return_of is not None):
+        said = "a module comes home: no host is needed" if asked.host else "host is missing"
+        raise BadRequest(said, param="host")
+
+
+def plan_of(asked: MigrationRequest, *, instance: str, host: str, num_layers: int) -> PlanMove:
+    """The move by the incarnations of home and host; `num_layers` are the instance's."""
+    return PlanMove(
+        instance=instance,
+        module=_module(asked, num_layers),
+        returned_move_id=asked.return_of or "",
+        host=host,
+        with_weights=asked.layers is not None and asked.kv_heads is None and asked.kind != "offload",
+        num_blocks=asked.num_blocks or 0,
+        expected_epoch=asked.expected_epoch,
+    )
+
+
+def module_param(asked: MigrationRequest) -> str:
+    """The field that names the module."""
+    return next(
+        (name for name in ("return_of", "kv_heads", "layers") if getattr(asked, name) is not None), "tokens"
+    )
+
+
+def _module(asked: MigrationRequest, num_layers: int) -> Module | None:
+    if asked.return_of is not None:
+        return None
+    if asked.tokens:
+        return lent_blocks(num_layers)
+    first, end = asked.layers or (0, num_layers)
+    if asked.kv_heads is not None:
+        return heads_of(first, end, asked.kv_heads)
+    return whole_layers(first, end)

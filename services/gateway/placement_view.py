@@ -1,0 +1,140 @@
+"""Placements and moves as clients read them: workers by name, modules also in words. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from libs.bus.messages.migration import Hosted, MoveRecord
+from libs.bus.messages.presence import Presence
+from libs.placement.module import Module, ModuleKind
+from libs.placement.phases import is_over
+from libs.placement.placement import Placed, Placement
+from services.gateway.placements import HeardPlacement, Placements
+from services.gateway.view import WORKERS, Loads
+
+Names = Mapping[str, str]
+"""Workers' names by incarnation."""
+
+
+def names_of(services: Sequence[Presence]) -> dict[str, str]:
+    """Names of the workers that are here."""
+    return {p.incarnation: p.name for p in services if p.kind in WORKERS}
+
+
+def module_words(module: Module) -> str:
+    """`layers 20-29`, `KV heads 1, 2 of layers 0-29`, `lent blocks`."""
+    if module.kind is ModuleKind.TOKENS:
+        return "lent blocks"
+    last = module.end_layer - 1
+    layers = f"layer {last}" if module.first_layer == last else f"layers {module.first_layer}-{last}"
+    if module.kind is ModuleKind.LAYERS:
+        return layers
+    heads = ", ".join(str(head) for head in module.kv_heads)
+    return f"KV head{'s' if len(module.kv_heads) > 1 else ''} {heads} of {layers}"
+
+
+def placement_document(
+    services: Sequence[Presence], placements: Placements, loads: Loads, now: float
+) -> list[dict[str, Any]]:
+    """Every instance whose worker is here and has told its placement."""
+    names = names_of(services)
+    ordered = sorted(services, key=lambda p: (p.kind.value, p.name))
+    return [
+        _instance(presence, heard, loads, names, now)
+        for presence in ordered
+        if (heard := placements.get(presence.incarnation)) is not None
+    ]
+
+
+def move_document(move: MoveRecord, names: Names) -> dict[str, Any]:
+    """A move as it was recorded, with what it moves in words."""
+    told: dict[str, Any] = {"id": move.move_id, **msgspec.to_builtins(move)}
+    del told["move_id"]
+    told["instance_name"] = move.instance_name or names.get(move.instance, "")
+    told["host_name"] = move.host_name or names.get(move.host, "")
+    told["what"] = module_words(move.module)
+    told["kind"] = _move_kind(move)
+    told["is_over"] = is_over(move.phase)
+    return told
+
+
+def _move_kind(move: MoveRecord) -> str:
+    if move.is_return:
+        return "return"
+    if move.module.kind is ModuleKind.LAYERS:
+        return "migrate" if move.with_weights else "offload"
+    return str(move.module.kind.value)
+
+
+def _instance(
+    presence: Presence, heard: HeardPlacement, loads: Loads, names: Names, now: float
+) -> dict[str, Any]:
+    placement = heard.told.placement
+    load = loads.get(presence.incarnation)
+    num_blocks, num_used, block_size = (
+        (load.report.load.num_blocks, load.report.load.num_used_blocks, load.report.load.block_size)
+        if load is not None
+        else (0, 0, 0)
+    )
+    return {
+        "name": presence.name,
+        "incarnation": presence.incarnation,
+        "kind": presence.kind.value,
+        "state": presence.state.value,
+        "model": presence.model,
+        "epoch": placement.epoch,
+        "num_layers": placement.num_layers,
+        "num_kv_heads": placement.num_kv_heads,
+        "layers": _layers(placement, names),
+        "heads": [_placed(one, names) for one in placement.placed if one.module.kind is ModuleKind.HEADS],
+        "lent": [_placed(one, names) for one in placement.lent()],
+        "hosted": [_hosted(one, names) for one in heard.told.hosted],
+        "capacity": {
+            "num_blocks": num_blocks,
+            "num_used_blocks": num_used,
+            "num_tokens": num_blocks * block_size,
+            "kv_memory_bytes": presence.kv_memory_bytes,
+            "num_hosted_bytes": sum(one.num_bytes for one in heard.told.hosted),
+        },
+        "age_seconds": round(now - heard.heard, 3),
+    }
+
+
+def _layers(placement: Placement, names: Names) -> list[dict[str, Any]]:
+    """Runs of layers with who runs them; those that are away with the move that brought them there."""
+    told: list[dict[str, Any]] = []
+    for run in placement.layer_runs():
+        entry: dict[str, Any] = {"first": run.first, "end": run.end, **_worker(run.worker, names)}
+        if (placed := placement.get(run.move_id)) is not None:
+            entry |= {"move_id": run.move_id, "has_weights_at_home": placed.has_weights_at_home}
+        told.append(entry)
+    return told
+
+
+def _placed(placed: Placed, names: Names) -> dict[str, Any]:
+    module = placed.module
+    return {
+        "move_id": placed.move_id,
+        "what": module_words(module),
+        "first": module.first_layer,
+        "end": module.end_layer,
+        "kv_heads": list(module.kv_heads),
+        "num_blocks": placed.num_blocks,
+        **_worker(placed.worker, names),
+    }
+
+
+def _hosted(hosted: Hosted, names: Names) -> dict[str, Any]:
+    return {
+        "move_id": hosted.move_id,
+        "instance": names.get(hosted.home, hosted.home),
+        "instance_incarnation": hosted.home,
+        "what": module_words(hosted.module),
+        "num_blocks": hosted.num_blocks,
+        "num_bytes": hosted.num_bytes,
+    }
+
+
+def _worker(incarnation: str, names: Names) -> dict[str, str]:
+    return {"worker": names.get(incarnation, incarnation), "incarnation": incarnation}
