@@ -1,0 +1,1 @@
+"""Modules that move between workers: the way to a host over a Link, the way in for guests, and the moves."""

@@ -1,0 +1,179 @@
+"""Messages between home and host as frames of a Link.
+
+A message is a head and tensors. Its tensors lie one after the other in the body, each at a multiple of
+`ALIGNMENT_BYTES`; dtypes, shapes and the xxh3-64 of the whole body are in the header. A body above
+`PIECE_BYTES` is cut: the frames that follow the first have no header.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from libs.kv.checksum import checksum
+from libs.kv.tensors import bytes_of
+from libs.transport.memory import Bytes
+from libs.worker.hosting.messages import Head
+
+PIECE_BYTES = 4 << 20
+MAX_BODY_BYTES = 1 << 30
+"""A message that says it is larger is not taken in."""
+ALIGNMENT_BYTES = 64
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
+
+Tensor = torch.Tensor | NDArray[Any]
+
+
+class BadFrame(Exception):
+    """The peer sent what no home or host sends, or something changed on its way; says what."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a body."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """The header of a message's first frame."""
+
+    head: Head
+    parts: tuple[Part, ...] = ()
+    num_bytes: int = 0
+    checksum: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A message as it came in."""
+
+    head: Head
+    tensors: tuple[torch.Tensor, ...] = ()
+    is_view: bool = False
+    """The tensors are views of the frame's memory: `owned` before it is released."""
+
+    def owned(self) -> "tuple[torch.Tensor, ...]":
+        """The tensors in memory of their own."""
+        return tuple(tensor.clone() for tensor in self.tensors) if self.is_view else self.tensors
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def encode(head: Head, tensors: Sequence[Tensor] = ()) -> tuple[bytes, Bytes]:
+    """Header and body. A single contiguous tensor on the CPU is not copied: leave it unchanged."""
+    if not tensors:
+        return _encoder.encode(Header(head)), _NO_BYTES
+    arrays = [_bytes_of(tensor) for tensor in tensors]
+    body = arrays[0] if len(arrays) == 1 else _joined(arrays)
+    parts = tuple(Part(dtype_name(tensor), tuple(tensor.shape)) for tensor in tensors)
+    return _encoder.encode(Header(head, parts, body.size, checksum(body))), body
+
+
+def pieces(header: bytes, body: Bytes) -> Iterator[tuple[bytes, Bytes]]:
+    """The frames that carry a message."""
+    yield header, body[:PIECE_BYTES]
+    for start in range(PIECE_BYTES, body.size, PIECE_BYTES):
+        yield b"", body[start : start + PIECE_BYTES]
+
+
+class Assembly:
+    """Frames of one Link as messages again."""
+
+    def __init__(self) -> None:
+        self._header: Header | None = None
+        self._body = _NO_BYTES
+        self._num_taken = 0
+
+    def take(self, header: bytes, body: Bytes) -> Message | None:
+        """The message that this frame completes; None while more are to come. Raises BadFrame."""
+        if self._header is None:
+            first = _decoded(header)
+            if body.size == first.num_bytes:
+                return _message(first, body, is_view=True)
+            if body.size > first.num_bytes:
+                raise BadFrame(f"a body of {body.size} bytes where {first.num_bytes} were announced")
+            self._header, self._body = first, np.empty(first.num_bytes, dtype=np.uint8)
+        elif header:
+            raise BadFrame(f"a new message {self._num_taken} bytes into one of {self._body.size}")
+        return self._add(self._header, body)
+
+    def _add(self, header: Header, body: Bytes) -> Message | None:
+        end = self._num_taken + body.size
+        if not body.size or end > self._body.size:
+            raise BadFrame(f"{end} bytes of a body for which {self._body.size} were announced")
+        self._body[self._num_taken : end] = body
+        self._num_taken = end
+        if end < self._body.size:
+            return None
+        whole, self._header, self._body, self._num_taken = self._body, None, _NO_BYTES, 0
+        return _message(header, whole, is_view=False)
+
+
+def _decoded(header: bytes) -> Header:
+    try:
+        decoded = _decoder.decode(header)
+    except msgspec.DecodeError as error:
+        raise BadFrame(f"a header of {len(header)} bytes: {error}") from error
+    if not 0 <= decoded.num_bytes <= MAX_BODY_BYTES:
+        raise BadFrame(f"a body of {decoded.num_bytes} bytes; at most {MAX_BODY_BYTES} are taken")
+    return decoded
+
+
+def _message(header: Header, body: Bytes, *, is_view: bool) -> Message:
+    if body.size and checksum(body) != header.checksum:
+        raise BadFrame(f"{type(header.head).__name__} of {body.size} bytes arrived with another checksum")
+    tensors: list[torch.Tensor] = []
+    end = 0
+    for part in header.parts:
+        start = _aligned(end)
+        dtype = DTYPES.get(part.dtype)
+        if dtype is None or any(size < 0 for size in part.shape):
+            raise BadFrame(f"a tensor of dtype {part.dtype!r} and shape {part.shape}")
+        end = start + prod(part.shape) * dtype.itemsize
+        if end > body.size:
+            raise BadFrame(f"tensors of {end} bytes in a body of {body.size}")
+        tensors.append(torch.from_numpy(body[start:end]).view(dtype).view(part.shape))
+    if end != body.size:
+        raise BadFrame(f"tensors of {end} bytes in a body of {body.size}")
+    return Message(header.head, tuple(tensors), is_view)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _joined(arrays: Sequence[Bytes]) -> Bytes:
+    starts: list[int] = []
+    end = 0
+    for array in arrays:
+        starts.append(_aligned(end))
+        end = starts[-1] + array.size
+    body: Bytes = np.zeros(end, dtype=np.uint8) if end < PIECE_BYTES else np.empty(end, dtype=np.uint8)
+    for start, array in zip(starts, arrays, strict=True):
+        body[start : start + array.size] = array
+    return body
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    if isinstance(tensor, np.ndarray):
+        return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    return bytes_of(tensor)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """As in `DTYPES`."""
+    return str(tensor.dtype) if isinstance(tensor, np.ndarray) else _NAMES[tensor.dtype]

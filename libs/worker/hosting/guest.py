@@ -1,0 +1,255 @@
+"""One guest: the home at the other end of a Link, whose modules run here."""
+
+import asyncio
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Protocol
+
+import structlog
+import torch
+
+from libs.bus.messages.migration import Hosted
+from libs.engine.errors import EngineError, NoRoom
+from libs.engine.hosting.calls import ANSWERED, HostedCall, WriteBlocks
+from libs.engine.hosting.port import Answer, HostLost
+from libs.model.layer import Layer
+from libs.model.layer_weights import layer_of
+from libs.model.model import Model
+from libs.placement.module import Module
+from libs.transport.port import Link, LinkError, Received
+from libs.worker.hosting.call_codec import join_call
+from libs.worker.hosting.frames import Assembly, BadFrame, Message
+from libs.worker.hosting.incoming_weights import IncomingWeights
+from libs.worker.hosting.messages import (
+    Call,
+    CallFailed,
+    Close,
+    Closed,
+    Leaving,
+    Open,
+    Opened,
+    OpenRefused,
+    Ping,
+    RefusalKind,
+    Result,
+    WeightPiece,
+    WeightsAt,
+)
+from libs.worker.hosting.outgoing import Outgoing
+
+MAX_DETAIL_CHARACTERS = 1000
+"""Of what a refusal says: it travels in a header."""
+
+log = structlog.get_logger()
+
+
+class ModuleHosting(Protocol):
+    """What a guest needs of the engine that hosts it: `libs.engine.hosting.hosting.Hosting`."""
+
+    async def open(
+        self,
+        guest: str,
+        move_id: str,
+        module: Module,
+        *,
+        num_blocks_wanted: int,
+        num_blocks_least: int,
+        layers: MutableMapping[int, Layer] | None,
+        weight_bytes: int = 0,
+    ) -> int:
+        """Blocks granted. `layers` is filled before the first call. Raises NoRoom, MoveRefused."""
+        ...
+
+    def call(self, guest: str, call: HostedCall, answer: Answer) -> None:
+        """Do it after what this guest asked before; `answer` is given when it is done. Never waits."""
+        ...
+
+    async def close(self, guest: str, move_id: str) -> None:
+        """Free a module. Unknown ones are ignored."""
+        ...
+
+    async def close_guest(self, guest: str) -> None:
+        """Free all that this guest has here."""
+        ...
+
+    def hosted(self) -> tuple[Hosted, ...]:
+        """All modules here."""
+        ...
+
+
+class Guest:
+    """Serves one Link until it is lost, or silent for longer than `lease_seconds`; then nothing of it is
+    left here."""
+
+    def __init__(
+        self,
+        link: Link,
+        hosting: ModuleHosting,
+        model: Model,
+        *,
+        fingerprint: str,
+        lease_seconds: float,
+        send_timeout_seconds: float,
+        on_closed: Callable[[], None],
+    ) -> None:
+        self._on_closed = on_closed
+        self._link, self._hosting, self._model, self._fingerprint = link, hosting, model, fingerprint
+        self._lease_seconds, self._send_timeout_seconds = lease_seconds, send_timeout_seconds
+        self._outgoing = Outgoing(max_bytes=0)
+        self._assembly = Assembly()
+        self._weights: dict[str, tuple[IncomingWeights, MutableMapping[int, Layer]]] = {}
+        self._running: dict[int, tuple[int, Answer, Received | None]] = {}
+        """By a number of their own: calls, what asks for them, and the memory that they read."""
+        self._numbers = count()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def name(self) -> str:
+        """The home's incarnation."""
+        return self._link.peer
+
+    def tell_leaving(self) -> None:
+        """Ask the home to take its modules back."""
+        self._outgoing.put(Leaving())
+
+    async def serve(self) -> None:
+        """Returns when the Link is over and everything of this guest is freed."""
+        reason = "this worker is closing"
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(self._send())
+                reason = await self._receive(tasks)
+                sending.cancel()
+        finally:
+            log.info("guest_link_ended", guest=self.name, reason=reason)
+            self._outgoing.close()
+            with suppress(EngineError):  # an engine that is closed has nobody's modules
+                await self._hosting.close_guest(self.name)
+            await self._link.close()
+
+    async def close(self) -> None:
+        """Idempotent; `serve` returns."""
+        await self._link.close()
+
+    async def _send(self) -> None:
+        with suppress(LinkError):  # the Link is lost then, and `receive` says why
+            await self._outgoing.send_all(self._link, self._send_timeout_seconds)
+
+    async def _receive(self, tasks: asyncio.TaskGroup) -> str:
+        while True:
+            try:
+                self._take(await self._link.receive(timeout_seconds=self._lease_seconds), tasks)
+            except (LinkError, BadFrame) as ended:
+                return str(ended)
+
+    def _take(self, frame: Received, tasks: asyncio.TaskGroup) -> None:
+        is_kept = False
+        try:
+            message = self._assembly.take(frame.header, frame.body)
+            if message is not None:
+                is_kept = self._handle(message, frame, tasks)
+        finally:
+            if not is_kept:
+                frame.release()
+
+    def _handle(self, message: Message, frame: Received, tasks: asyncio.TaskGroup) -> bool:
+        """True when the frame's memory is still needed."""
+        match message.head:
+            case Call() as head:
+                return self._call(head, message, frame)
+            case Open() as head:
+                tasks.create_task(self._open(head))
+            case WeightPiece() as head:
+                if (tensors := self._take_weights(head, message)) is not None:
+                    tasks.create_task(self._build_layer(head, tensors))
+            case Close() as head:
+                self._weights.pop(head.move_id, None)
+                tasks.create_task(self._close(head))
+            case Ping():
+                pass  # that it came is what counts
+            case other:
+                raise BadFrame(f"a home sent {type(other).__name__}")
+        return False
+
+    def _call(self, head: Call, message: Message, frame: Received) -> bool:
+        # Blocks may be large, and are of no use once written; the arrays of a step live until the next one.
+        is_kept = message.is_view and not head.call_id
+        call = join_call(head.facts, message.tensors if is_kept else message.owned())
+        if is_kept and not isinstance(call, WriteBlocks):
+            is_kept, call = False, join_call(head.facts, message.owned())
+        if isinstance(call, ANSWERED) != bool(head.call_id):
+            raise BadFrame(f"{type(call).__name__} with answer id {head.call_id}")
+        number = next(self._numbers)
+        answer = Answer(partial(self._done, number))
+        self._running[number] = head.call_id, answer, frame if is_kept else None
+        self._hosting.call(self.name, call, answer)
+        return is_kept
+
+    def _done(self, number: int) -> None:
+        """Called by the engine's thread."""
+        with suppress(RuntimeError):  # the loop has ended, and with it the Link
+            self._loop.call_soon_threadsafe(self._answer, number)
+
+    def _answer(self, number: int) -> None:
+        call_id, answer, frame = self._running.pop(number)
+        if frame is not None:
+            frame.release()
+        if not call_id:
+            return
+        try:
+            self._outgoing.put(Result(call_id=call_id), (answer.result(),))
+        except HostLost as error:
+            self._outgoing.put(CallFailed(call_id=call_id, detail=str(error)[:MAX_DETAIL_CHARACTERS]))
+
+    async def _open(self, head: Open) -> None:
+        if head.fingerprint != self._fingerprint:
+            detail = f"the host's model is {self._fingerprint}, the home's {head.fingerprint}"
+            self._refuse(head.ask_id, RefusalKind.REFUSED, detail)
+            return
+        layers: dict[int, Layer] | None = {} if head.weight_bytes else None
+        try:
+            num_blocks = await self._hosting.open(
+                self.name,
+                head.move_id,
+                head.module,
+                num_blocks_wanted=head.num_blocks_wanted,
+                num_blocks_least=head.num_blocks_least,
+                layers=layers,
+                weight_bytes=head.weight_bytes,
+            )
+        except EngineError as error:
+            kind = RefusalKind.NO_ROOM if isinstance(error, NoRoom) else RefusalKind.REFUSED
+            self._refuse(head.ask_id, kind, str(error))
+            return
+        if layers is not None:
+            incoming = IncomingWeights(self._model.config, self._model.dtype, head.module.layers)
+            self._weights[head.move_id] = incoming, layers
+        log.info("module_hosted", guest=self.name, move_id=head.move_id, num_blocks=num_blocks)
+        self._outgoing.put(Opened(ask_id=head.ask_id, num_blocks=num_blocks))
+
+    def _take_weights(self, head: WeightPiece, message: Message) -> Mapping[str, torch.Tensor] | None:
+        """The tensors of a layer that is whole now."""
+        if (found := self._weights.get(head.move_id)) is None or len(message.tensors) != 1:
+            raise BadFrame(f"weights of the module {head.move_id!r}, which awaits none")
+        if tensors := found[0].take(head.layer, head.name, head.first_byte, message.tensors[0]):
+            return tensors
+        self._outgoing.put(WeightsAt(ask_id=head.ask_id))
+        return None
+
+    async def _build_layer(self, head: WeightPiece, tensors: Mapping[str, torch.Tensor]) -> None:
+        model, layers = self._model, self._weights[head.move_id][1]
+        build = partial(layer_of, model.config, tensors, dtype=model.dtype, device=model.device)
+        layers[head.layer] = await asyncio.to_thread(build)
+        self._outgoing.put(WeightsAt(ask_id=head.ask_id))
+
+    async def _close(self, head: Close) -> None:
+        with suppress(EngineError):  # an engine that is closed has nobody's modules
+            await self._hosting.close(self.name, head.move_id)
+        log.info("hosted_module_closed", guest=self.name, move_id=head.move_id)
+        self._outgoing.put(Closed(ask_id=head.ask_id))
+        self._on_closed()
+
+    def _refuse(self, ask_id: int, kind: RefusalKind, detail: str) -> None:
+        self._outgoing.put(OpenRefused(ask_id=ask_id, kind=kind, detail=detail[:MAX_DETAIL_CHARACTERS]))

@@ -1,0 +1,175 @@
+"""What a home and a host tell each other over their Link, apart from the tensors.
+
+The calls are those of `libs.engine.hosting.calls`, without their arrays: these follow in the body, in the
+order in which the call's fields are declared.
+"""
+
+from enum import Enum
+
+import msgspec
+
+from libs.placement.module import Module
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
+    """Make room for a module. home -> host, answered by Opened or OpenRefused."""
+
+    ask_id: int
+    move_id: str
+    module: Module
+    fingerprint: str
+    """Of the home's model and block layout; a host with another one refuses."""
+    num_blocks_wanted: int
+    num_blocks_least: int
+    weight_bytes: int = 0
+    """Of the layers whose tensors follow in WeightPieces; 0: the host's own weights are used."""
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+    """The module is there, empty. host -> home."""
+
+    ask_id: int
+    num_blocks: int
+
+
+class RefusalKind(Enum):
+    """Which error of the engine a refusal is."""
+
+    NO_ROOM = "no_room"
+    REFUSED = "refused"
+
+
+class OpenRefused(msgspec.Struct, frozen=True, kw_only=True, tag="open_refused"):
+    """Nothing was made. host -> home."""
+
+    ask_id: int
+    kind: RefusalKind
+    detail: str
+
+
+class WeightPiece(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
+    """Bytes from `first_byte` on of one tensor of an open module. home -> host, answered by WeightsAt or
+    OpenRefused. Names and shapes are those of `libs.model.layer_weights`."""
+
+    ask_id: int
+    move_id: str
+    layer: int
+    name: str
+    first_byte: int
+
+
+class WeightsAt(msgspec.Struct, frozen=True, kw_only=True, tag="weights_at"):
+    """That piece is there; after the last one of a layer: the layer can run. host -> home."""
+
+    ask_id: int
+
+
+class Close(msgspec.Struct, frozen=True, kw_only=True, tag="close"):
+    """Free the module, also a half-opened one; unknown ones are ignored. home -> host, answered by Closed."""
+
+    ask_id: int
+    move_id: str
+
+
+class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
+    """It is free. host -> home."""
+
+    ask_id: int
+
+
+class StepCall(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """BeginStep."""
+
+    max_query_len: int
+    max_context_len: int
+    has_last_tokens: bool
+
+
+class LayersCall(msgspec.Struct, frozen=True, kw_only=True, tag="layers"):
+    """RunLayers."""
+
+    move_id: str
+
+
+class AttendCall(msgspec.Struct, frozen=True, kw_only=True, tag="attend"):
+    """Attend."""
+
+    move_id: str
+    layer: int
+
+
+class AttendLentCall(msgspec.Struct, frozen=True, kw_only=True, tag="attend_lent"):
+    """AttendLent."""
+
+    move_id: str
+    layer: int
+    first_block: int
+
+
+class WriteCall(msgspec.Struct, frozen=True, kw_only=True, tag="write"):
+    """WriteBlocks."""
+
+    move_id: str
+    layer: int | None
+
+
+class ReadCall(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
+    """ReadBlocks."""
+
+    move_id: str
+    layer: int | None
+
+
+class MoveCall(msgspec.Struct, frozen=True, kw_only=True, tag="move"):
+    """MoveBlocks; body: old ids, new ids."""
+
+
+class SettleCall(msgspec.Struct, frozen=True, kw_only=True, tag="settle"):
+    """Settle."""
+
+
+CallFacts = StepCall | LayersCall | AttendCall | AttendLentCall | WriteCall | ReadCall | MoveCall | SettleCall
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+    """One call, done in order. home -> host, answered by Result or CallFailed where `call_id` is not 0."""
+
+    call_id: int
+    facts: CallFacts
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+    """What a call gave; body: one tensor. host -> home."""
+
+    call_id: int
+
+
+class CallFailed(msgspec.Struct, frozen=True, kw_only=True, tag="call_failed"):
+    """The host could not do this call, or one before it: what lies there is of no use. host -> home."""
+
+    call_id: int
+    detail: str
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
+    """Still here. Renews the lease of all modules. home -> host."""
+
+
+class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
+    """This host is about to end: take your modules home. host -> home."""
+
+
+Head = (
+    Open
+    | Opened
+    | OpenRefused
+    | WeightPiece
+    | WeightsAt
+    | Close
+    | Closed
+    | Call
+    | Result
+    | CallFailed
+    | Ping
+    | Leaving
+)
