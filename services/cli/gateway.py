@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -52,8 +53,16 @@ class Answer:
 class Gateway:
     """A connection to one gateway. Every method raises GatewayError."""
 
-    def __init__(self, url: str, api_key: str = "", transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str = "",
+        transport: httpx.BaseTransport | None = None,
+        *,
+        admin_key: str = "",
+    ) -> None:
         self._url = url.rstrip("/")
+        self._admin_headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         timeout = httpx.Timeout(_ANSWER_TIMEOUT_SECONDS, connect=_CONNECT_TIMEOUT_SECONDS)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(timeout=timeout, headers=headers, transport=transport)
@@ -65,6 +74,30 @@ class Gateway:
     def mesh(self) -> dict[str, Any]:
         """GET /v1/mesh: {"services": [...]}."""
         return self._get("/v1/mesh")
+
+    def placement(self) -> dict[str, Any]:
+        """GET /v1/mesh/placement: {"instances": [...]}."""
+        return self._get("/v1/mesh/placement")
+
+    def explain(self, num_rounds: int) -> dict[str, Any]:
+        """GET /v1/mesh/explain: {"rounds": [...]}, the newest first."""
+        return self._get(f"/v1/mesh/explain?rounds={num_rounds}")
+
+    def migrations(self) -> dict[str, Any]:
+        """GET /v1/mesh/migrations: {"data": [...]}, the newest first."""
+        return self._get("/v1/mesh/migrations")
+
+    def migration(self, move_id: str) -> dict[str, Any]:
+        """One of them."""
+        return self._get(_move_path(move_id))
+
+    def start_migration(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """POST /v1/mesh/migrations, with the admin key: {"id": ..., "epoch": ...}."""
+        return self._call("POST", "/v1/mesh/migrations", headers=self._admin_headers, json=asked)
+
+    def cancel_migration(self, move_id: str) -> dict[str, Any]:
+        """Roll a move back, with the admin key."""
+        return self._call("DELETE", _move_path(move_id), headers=self._admin_headers)
 
     def first_model(self) -> str:
         """The name of the first model that is served."""
@@ -110,8 +143,11 @@ class Gateway:
         raise GatewayError("the answer broke off in the middle")
 
     def _get(self, path: str) -> dict[str, Any]:
+        return self._call("GET", path)
+
+    def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         try:
-            response = self._client.get(self._url + path)
+            response = self._client.request(method, self._url + path, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from error
         if not response.is_success:
@@ -124,6 +160,10 @@ class Gateway:
                 f"no gateway at {self._url} ({error}); start one with `kvmesh up`, or give --url"
             )
         return GatewayError(f"{self._url}: {str(error) or type(error).__name__}")
+
+
+def _move_path(move_id: str) -> str:
+    return f"/v1/mesh/migrations/{quote(move_id, safe='')}"
 
 
 def _take(chunk: dict[str, Any], answer: Answer) -> str:
@@ -151,7 +191,10 @@ def _parsed(text: str) -> dict[str, Any]:
 
 def _refusal(response: httpx.Response) -> GatewayError:
     try:
-        said = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        said = response.text[:200].strip() or response.reason_phrase
+        error = response.json()["error"]
+        said, code = error["message"], error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        said, code = response.text[:200].strip() or response.reason_phrase, None
+    if code == "invalid_admin_key":
+        said = "the admin key is needed: --admin-key or $KVMESH_ADMIN_KEY (`kvmesh up` keeps it in admin.key)"
     return GatewayError(f"{said} (HTTP {response.status_code})")

@@ -1,0 +1,93 @@
+"""kvmesh explain: what the coordinator's loop saw, considered and did, round by round, in 80 columns."""
+
+import json
+import textwrap
+import time
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+_WIDTH = 80
+
+
+def show_explanation(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
+    """Write what GET /v1/mesh/explain said; for people the newest round comes last."""
+    if as_json:
+        out.write(json.dumps(told, ensure_ascii=False) + "\n")
+        return
+    console = Console(file=out, highlight=False, width=_WIDTH)
+    mode = "moves by itself" if told["is_automatic"] else "only watches: what it would do is not done"
+    console.print(Text(f"coordinator {told['leader']}: {mode}", "bold"), soft_wrap=True)
+    rounds = list(reversed(told.get("rounds") or []))
+    if not rounds:
+        console.print("There was no round yet.")
+    for run in _same_in_a_row(rounds):
+        console.print()
+        for line in _round_lines(run):
+            console.print(line, soft_wrap=True)
+
+
+def _same_in_a_row(rounds: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Rounds in which nothing was considered, with one and the same decision, are told together."""
+    run: list[dict[str, Any]] = []
+    for each in rounds:
+        if run and not (_is_quiet(each) and _is_quiet(run[-1]) and each["decision"] == run[-1]["decision"]):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
+def _is_quiet(told: dict[str, Any]) -> bool:
+    return not told["candidates"] and not told["move_id"]
+
+
+def _round_lines(run: list[dict[str, Any]]) -> Iterator[Text]:
+    last = run[-1]
+    numbers = f"round {last['number']}" if len(run) == 1 else f"rounds {run[0]['number']}-{last['number']}"
+    at = " to ".join(dict.fromkeys(_clock(each["unix_seconds"]) for each in (run[0], last)))
+    state = "balancing" if last["is_balancing"] else "balanced"
+    yield Text.assemble((numbers, "bold"), f"  {at}  gap {last['gap']:.2f}, {state}")
+    if last["devices"]:
+        header = f"  {'worker':<16}{'role':<9}{'compute':>8}{'memory':>8}{'queue':>8}{'load':>8}"
+        yield Text(header, "dim")
+    for device in last["devices"]:
+        yield Text(_device_line(device))
+    for candidate in last["candidates"]:
+        yield from _candidate_lines(candidate, last)
+    style = "green" if last["move_id"] else ""
+    moved = f" (move {last['move_id']})" if last["move_id"] else ""
+    yield from _wrapped(f"{last['decision']}{moved}", "  => ", style)
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    name = device["name"] or device["worker"]
+    role = str(device["role"]).removesuffix("_worker")
+    shares = "".join(f"{device[what]:>8.0%}" for what in ("compute", "memory", "queue"))
+    return f"  {name[:15]:<16}{role[:8]:<9}{shares}{device['utilization']:>8.2f}"
+
+
+def _candidate_lines(candidate: dict[str, Any], told: dict[str, Any]) -> Iterator[Text]:
+    names = {device["worker"]: device["name"] for device in told["devices"] if device["name"]}
+    instance, host = (names.get(candidate[who], candidate[who]) for who in ("instance", "host"))
+    to = f" to {host}" if host else ""
+    is_taken = candidate["verdict"] == "taken"
+    yield from _wrapped(f"{instance}: {candidate['what']}{to}", "  + " if is_taken else "  - ", "")
+    figures = (
+        f"benefit {candidate['benefit']:.3f}, cost {candidate['cost']:.3f}, takes "
+        f"{candidate['move_seconds']:.2f} s, adds {1000 * candidate['overhead_seconds']:.2f} ms to a step"
+    )
+    yield Text("      " + figures, "dim")
+    yield from _wrapped(candidate["verdict"], "      ", "green" if is_taken else "yellow")
+
+
+def _wrapped(words: str, indent: str, style: str) -> Iterator[Text]:
+    lines = textwrap.wrap(words, _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
+    return (Text(line, style) for line in lines or [indent])
+
+
+def _clock(unix_seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_seconds))

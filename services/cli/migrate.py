@@ -1,0 +1,149 @@
+"""kvmesh migrate: begin a move, follow it through its phases, list moves, cancel one."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.gateway import Gateway, GatewayError
+from services.cli.placement import PIPE_WIDTH, size_words
+
+_LOOK_SECONDS = 0.2
+_PHASES = ("planned", "reserving", "copying", "catching_up", "switching", "releasing", "rolling_back")
+
+
+class MoveFailed(GatewayError):
+    """It was begun and rolled back; the text says why."""
+
+
+def start_move(gateway: Gateway, asked: dict[str, Any], *, waits: bool, as_json: bool, out: TextIO) -> None:
+    """Begin a move and, where `waits`, follow it to its end. Raises GatewayError, MoveFailed."""
+    accepted = gateway.start_migration(asked)
+    if not waits:
+        said = json.dumps(accepted) if as_json else f"move {accepted['id']} begins; kvmesh migrate --list"
+        out.write(said + "\n")
+        return
+    record = follow_move(gateway, accepted["id"], out=None if as_json else out)
+    if as_json:
+        out.write(json.dumps(record, ensure_ascii=False) + "\n")
+    if record["phase"] == "failed":
+        raise MoveFailed(f"move {record['id']} failed: {record['error'] or 'nobody said why'}")
+
+
+def follow_move(
+    gateway: Gateway,
+    move_id: str,
+    *,
+    out: TextIO | None,
+    pause: Callable[[float], None] = time.sleep,
+) -> dict[str, Any]:
+    """The record of the move when it is over; each phase is told to `out` as it ends."""
+    console = Console(file=out, highlight=False, quiet=out is None)
+    record = gateway.migration(move_id)
+    console.print(f"move {record['id']}: {move_words(record)}", soft_wrap=True)
+    told: set[str] = set()
+    with console.status("") as status:
+        while True:
+            for phase in _ended_phases(record):
+                if phase not in told:
+                    told.add(phase)
+                    console.print(f"  {_phase_words(record, phase)}", soft_wrap=True)
+            if record["is_over"]:
+                break
+            status.update(f"{_words(record['phase'])}  {_figures(record)}")
+            pause(_LOOK_SECONDS)
+            record = gateway.migration(move_id)
+    if record["phase"] == "done":
+        console.print(_result_words(record), soft_wrap=True)
+    return record
+
+
+def show_moves(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
+    """Write what GET /v1/mesh/migrations said."""
+    if as_json:
+        out.write(json.dumps(told, ensure_ascii=False) + "\n")
+        return
+    moves = told.get("data") or []
+    if not moves:
+        out.write("There was no move yet.\n")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("id", "what", "phase", "took", "pause", "bytes", "KV blocks"):
+        table.add_column(title, overflow="fold", justify="left" if title in ("id", "what") else "right")
+    for move in moves:
+        table.add_row(*_cells(move))
+    Console(file=out, highlight=False, width=None if out.isatty() else PIPE_WIDTH).print(table)
+    for move in moves:
+        if move["error"]:
+            out.write(f"{move['id']}: {move['error']}\n")
+
+
+def move_words(move: dict[str, Any]) -> str:
+    """`layers 20-29 of decode-0 to prefill-0 (migrate)`."""
+    instance, host = (move[f"{who}_name"] or move[who] for who in ("instance", "host"))
+    if move["is_return"]:
+        return f"{move['what']} of {instance} home from {host}"
+    kind = f" ({move['kind']})" if move["kind"] in ("migrate", "offload") else ""
+    return f"{move['what']} of {instance} to {host}{kind}"
+
+
+def _ended_phases(record: dict[str, Any]) -> Iterator[str]:
+    """Those whose time is told, in the order of their course, but the one that it is in."""
+    seconds = record["phase_seconds"]
+    return (phase for phase in _PHASES if phase in seconds and phase != record["phase"])
+
+
+def _phase_words(record: dict[str, Any], phase: str) -> str:
+    seconds = f"{record['phase_seconds'][phase]:.2f} s"
+    figures = {
+        "copying": _size_words(record),
+        "catching_up": f"{record['num_rounds']} round{'' if record['num_rounds'] == 1 else 's'}",
+        "switching": f"pause {1000 * record['pause_seconds']:.1f} ms",
+    }
+    return f"{_words(phase):<13}{seconds:>9}  {figures.get(phase, '')}".rstrip()
+
+
+def _figures(record: dict[str, Any]) -> str:
+    return _size_words(record) if record["num_kv_bytes"] or record["num_weight_bytes"] else ""
+
+
+def _size_words(record: dict[str, Any]) -> str:
+    weights = f", weights {size_words(record['num_weight_bytes'])}" if record["num_weight_bytes"] else ""
+    return f"KV {size_words(record['num_kv_bytes'])}{weights}"
+
+
+def _result_words(record: dict[str, Any]) -> str:
+    home = record["instance_name"] or record["instance"]
+    return f"done in {_took(record)}; {home}: {_blocks_words(record)} KV blocks, epoch {record['epoch']}"
+
+
+def _blocks_words(record: dict[str, Any]) -> str:
+    before, after = record["num_blocks_before"], record["num_blocks_after"]
+    change = f" ({after / before - 1:+.0%})" if before and after else ""
+    return f"{before} -> {after}{change}"
+
+
+def _took(record: dict[str, Any]) -> str:
+    if not record["ended_unix_seconds"]:
+        return ""
+    return f"{max(0.0, record['ended_unix_seconds'] - record['started_unix_seconds']):.2f} s"
+
+
+def _cells(move: dict[str, Any]) -> list[str]:
+    was_paused, was_resized = move["pause_seconds"] > 0, move["num_blocks_after"] > 0
+    return [
+        move["id"],
+        move_words(move),
+        _words(move["phase"]),
+        _took(move),
+        f"{1000 * move['pause_seconds']:.1f} ms" if was_paused else "",
+        size_words(move["num_kv_bytes"] + move["num_weight_bytes"]),
+        _blocks_words(move) if was_resized else "",
+    ]
+
+
+def _words(phase: str) -> str:
+    return phase.replace("_", " ")

@@ -1,0 +1,117 @@
+"""kvmesh placement: who runs which layers and holds which heads, as a picture in the terminal."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from services.cli.letters import Letters
+
+PIPE_WIDTH = 100
+"""Columns where nobody's screen sets a limit."""
+_RULER_STEP = 10
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+def show_placement(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
+    """Write what GET /v1/mesh/placement said."""
+    if as_json:
+        out.write(json.dumps(told, ensure_ascii=False) + "\n")
+        return
+    instances = told.get("instances") or []
+    console = Console(file=out, highlight=False, width=None if out.isatty() else PIPE_WIDTH)
+    if not instances:
+        console.print("No worker has told its placement yet.")
+        return
+    letters = Letters(name for instance in instances for name in _workers_of(instance))
+    console.print(_legend(letters), soft_wrap=False)
+    for instance in instances:
+        console.print()
+        _show_instance(console, instance, letters)
+
+
+def size_words(num_bytes: int) -> str:
+    """In GiB or MiB."""
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.1f} MiB"
+
+
+def _workers_of(instance: dict[str, Any]) -> Iterator[str]:
+    yield instance["name"]
+    for part in (*instance["layers"], *instance["heads"], *instance["lent"]):
+        yield part["worker"]
+
+
+def _legend(letters: Letters) -> Text:
+    legend = Text()
+    for name in letters.names():
+        legend.append("   " if legend else "")
+        legend.append(letters.letter(name), f"bold {letters.colour(name)}")
+        legend.append(f" {name}")
+    return legend
+
+
+def _show_instance(console: Console, instance: dict[str, Any], letters: Letters) -> None:
+    name, capacity = instance["name"], instance["capacity"]
+    title = Text.assemble((name, f"bold {letters.colour(name)}"), f"  epoch {instance['epoch']}")
+    if instance["state"] != "ready":
+        title.append(f"  {instance['state']}", "yellow")
+    console.print(title)
+    for first in range(0, instance["num_layers"], width := _layers_in_a_row(console.width)):
+        end = min(first + width, instance["num_layers"])
+        console.print(Text(" " * 8 + _ruler(first, end), "dim"))
+        for head in range(instance["num_kv_heads"]):
+            row = Text("head " if not head else "     ", "dim")
+            row.append(f"{head:>2} ", "dim")
+            for layer in range(first, end):
+                holder = _holder(instance, layer, head)
+                row.append(letters.letter(holder), letters.colour(holder) if holder != name else "dim")
+            console.print(row)
+    for words in (*_away_words(instance), *_hosted_words(instance), _capacity_words(capacity)):
+        console.print(Text("        " + words), soft_wrap=False)
+
+
+def _layers_in_a_row(width: int) -> int:
+    """A multiple of ten that fits beside the row's name."""
+    return max(_RULER_STEP, (width - 9) // _RULER_STEP * _RULER_STEP)
+
+
+def _ruler(first: int, end: int) -> str:
+    """Numbers of every tenth layer above its column."""
+    marks = (str(layer).ljust(_RULER_STEP) for layer in range(first, end, _RULER_STEP))
+    return "".join(marks).rstrip()
+
+
+def _holder(instance: dict[str, Any], layer: int, head: int) -> str:
+    for part in instance["heads"]:
+        if part["first"] <= layer < part["end"] and head in part["kv_heads"]:
+            return str(part["worker"])
+    run = next(run for run in instance["layers"] if run["first"] <= layer < run["end"])
+    return str(run["worker"])
+
+
+def _away_words(instance: dict[str, Any]) -> Iterator[str]:
+    for run in instance["layers"]:
+        if "move_id" in run:
+            last = run["end"] - 1
+            layers = f"layer {last}" if run["first"] == last else f"layers {run['first']}-{last}"
+            weights = "" if run["has_weights_at_home"] else ", with their weights"
+            yield f"{layers} at {run['worker']}{weights} (move {run['move_id']})"
+    for part in (*instance["heads"], *instance["lent"]):
+        blocks = f": {part['num_blocks']}" if part["what"] == "lent blocks" else ""
+        yield f"{part['what']} at {part['worker']}{blocks} (move {part['move_id']})"
+
+
+def _hosted_words(instance: dict[str, Any]) -> Iterator[str]:
+    for hosted in instance["hosted"]:
+        yield f"hosts {hosted['what']} of {hosted['instance']} in {size_words(hosted['num_bytes'])}"
+
+
+def _capacity_words(capacity: dict[str, Any]) -> str:
+    num_blocks, num_used = capacity["num_blocks"], capacity["num_used_blocks"]
+    if not num_blocks:
+        return "capacity not told yet"
+    of_memory = f" in {size_words(memory)}" if (memory := capacity["kv_memory_bytes"]) else ""
+    share = f"{num_used / num_blocks:.0%} in use"
+    return f"{num_blocks} KV blocks, {capacity['num_tokens']} tokens{of_memory}; {share}"
