@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.up.child_output import ChildOutput, LogFile
@@ -23,6 +23,8 @@ class Program:
     name: str
     command: Sequence[str]
     stage: int
+    environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    """Of this program alone, on top of what all get."""
 
 
 class Mesh:
@@ -101,11 +103,11 @@ class Mesh:
 
     async def _live(self, name: str) -> None:
         """One run of one child."""
-        output = ChildOutput(self._logs[name].write)
+        output, program = ChildOutput(self._logs[name].write), self._programs[name]
         try:
             process = await start_child(
-                self._programs[name].command,
-                self._environ,
+                program.command,
+                {**self._environ, **program.environ},
                 output,
                 lambda said: self._display.line(name, said, style="red"),
             )

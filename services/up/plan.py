@@ -1,7 +1,7 @@
 """What `up` is to start: pure, from its settings and what each service would read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from libs.bus.messages.presence import ServiceKind
 from services.up.settings import UpSettings
@@ -14,6 +14,7 @@ _STAGE = {
     ServiceKind.DECODE_WORKER: 1,
     ServiceKind.KV_STORE: 2,
     ServiceKind.ROUTER: 2,
+    ServiceKind.MIGRATION_COORDINATOR: 2,
 }
 BROKER_STAGE = 3
 
@@ -27,10 +28,12 @@ class Child:
     name: str
     kind: ServiceKind
     flags: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    """Its own alone, on top of what all get."""
 
     @property
     def stage(self) -> int:
-        """Gateway, then workers, then store and router: nobody loses what it needs to end its work."""
+        """Gateway, then workers, then the others: nobody loses what it needs to end its work."""
         return _STAGE[self.kind]
 
 
@@ -40,6 +43,7 @@ def plan_children(settings: UpSettings, *, port: int) -> list[Child]:
     return [
         Child("gateway", ServiceKind.GATEWAY, ("--host", settings.host, "--port", str(port))),
         *(Child(f"router-{i}", ServiceKind.ROUTER) for i in range(settings.routers)),
+        *(Child(f"coordinator-{i}", ServiceKind.MIGRATION_COORDINATOR) for i in range(settings.coordinators)),
         *(Child(f"store-{i}", ServiceKind.KV_STORE) for i in range(settings.stores)),
         *(Child(f"prefill-{i}", ServiceKind.PREFILL_WORKER) for i in range(settings.prefill)),
         *(Child(f"decode-{i}", ServiceKind.DECODE_WORKER, decode_flags) for i in range(settings.decode)),

@@ -9,10 +9,13 @@ from typing import TextIO
 
 import msgspec
 
+from libs.bus.messages.presence import ServiceKind
 from libs.config.known import KNOWN_FIELDS
 from libs.config.load import load_settings
 from libs.runtime.connect import check_url
 from libs.runtime.signals import PARENT_VARIABLE
+from services.up.admin_key import VARIABLE as ADMIN_KEY_VARIABLE
+from services.up.admin_key import settle_admin_key
 from services.up.pass_on import split_flags
 from services.up.plan import WORKERS, Child, children_environment, plan_children, share_threads
 from services.up.preflight import check_model, check_port, check_settings, lock_state_dir
@@ -27,7 +30,7 @@ class Prepared:
     port: int
     children: list[Child]
     environ: dict[str, str]
-    """Of the children, but for the broker's address."""
+    """Of the children, but for the broker's address and what is one child's alone."""
     needs_key: bool
     """Whether the gateway wants an API key."""
     state_dir: Path
@@ -52,12 +55,15 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> Prepared:
     lock = lock_state_dir(state_dir)
     try:
         port = check_port(settings.host, settings.port)
+        admin_key = settle_admin_key(state_dir, getattr(read["gateway"], "admin_key", ""))
     except BaseException:
         lock.close()
         raise
+    childrens.pop(ADMIN_KEY_VARIABLE, None)
     threads = settings.threads or share_threads(_num_cores(), settings.prefill + settings.decode)
     children = [
-        with_threads(child, read[child.name], threads) for child in plan_children(settings, port=port)
+        with_admin_key(with_threads(child, read[child.name], threads), admin_key)
+        for child in plan_children(settings, port=port)
     ]
     needs_key = bool(getattr(read["gateway"], "api_key", ""))
     return Prepared(settings, port, children, childrens, needs_key, state_dir, lock)
@@ -73,3 +79,10 @@ def with_threads(child: Child, read: msgspec.Struct, threads: int) -> Child:
     if child.kind not in WORKERS or getattr(read, "threads", True):
         return child
     return replace(child, flags=(*child.flags, "--threads", str(threads)))
+
+
+def with_admin_key(child: Child, key: str) -> Child:
+    """The gateway gets the key, and nobody else: a flag could be read by everybody on this machine."""
+    if child.kind is not ServiceKind.GATEWAY:
+        return child
+    return replace(child, environ={ADMIN_KEY_VARIABLE: key})

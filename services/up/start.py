@@ -12,7 +12,7 @@ from services.up.announce import invitation, reachable_url, wait_gateway_ready
 from services.up.broker import plan_broker
 from services.up.display import Display, new_display
 from services.up.mesh import Mesh, Program
-from services.up.plan import BROKER
+from services.up.plan import BROKER, Child
 from services.up.prepare import Prepared
 from services.up.watch import Watch
 
@@ -33,12 +33,7 @@ async def start(prepared: Prepared) -> int:
 
 async def _run(prepared: Prepared, display: Display) -> int:
     settings, log_dir = prepared.settings, prepared.state_dir / "logs"
-    programs = [
-        Program(
-            c.name, (sys.executable, "-m", f"services.{c.kind.value}", "--name", c.name, *c.flags), c.stage
-        )
-        for c in prepared.children
-    ]
+    programs = [_program(child) for child in prepared.children]
     nats_url = settings.nats_server
     if not nats_url:
         broker = plan_broker(prepared.state_dir / "nats")
@@ -58,6 +53,11 @@ async def _run(prepared: Prepared, display: Display) -> int:
         end_at_latest_after(_LEAVE_SECONDS, exit_code)
         side.cancel()
     return exit_code
+
+
+def _program(child: Child) -> Program:
+    command = (sys.executable, "-m", f"services.{child.kind.value}", "--name", child.name, *child.flags)
+    return Program(child.name, command, child.stage, child.environ)
 
 
 async def _accompany(prepared: Prepared, mesh: Mesh, display: Display, nats_url: str) -> None:
