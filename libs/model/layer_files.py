@@ -10,6 +10,7 @@ from libs.model.checkpoint import Checkpoint
 from libs.model.config import ModelConfig
 from libs.model.errors import BrokenModel, SourceChanged
 from libs.model.fingerprint import fingerprint
+from libs.model.freed_memory import give_back_freed_memory
 from libs.model.gguf_checkpoint import GgufCheckpoint
 from libs.model.gguf_file import read_gguf
 from libs.model.layer import Layer
@@ -50,6 +51,7 @@ class LayerFiles:
             raise SourceChanged(
                 f"the weights in {self._source} cannot be read again: {error}; put the files back"
             ) from error
+        give_back_freed_memory()  # what packing needed
         return result
 
     def _unchanged(self) -> Checkpoint:

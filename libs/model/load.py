@@ -8,6 +8,7 @@ from libs.model.assemble import OnProgress, assemble
 from libs.model.config import ModelConfig, within_sliding_window
 from libs.model.errors import UnsupportedModel
 from libs.model.fingerprint import fingerprint
+from libs.model.freed_memory import give_back_freed_memory
 from libs.model.gguf_config import gguf_config
 from libs.model.gguf_file import read_gguf
 from libs.model.hf_config import read_hf_config
@@ -44,6 +45,7 @@ def load_model(
     weights = assemble(config, checkpoint, dtype=dtype, device=torch.device(device), on_progress=on_progress)
     name = fingerprint(config, checkpoint.spans, str(dtype).removeprefix("torch."))
     files = LayerFiles(source, config, name, dtype=dtype, device=torch.device(device))
+    give_back_freed_memory()  # what packing needed
     return Model(config, weights, fingerprint=name, layer_source=files)
 
 

@@ -1,8 +1,10 @@
 """Layers that leave a model and come back: shared weights, freed memory, exact bits."""
 
 import gc
+import mmap
 import weakref
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from libs.model.config import Architecture, ModelConfig
 from libs.model.errors import LayerAway, SourceChanged, WrongLayers
+from libs.model.freed_memory import give_back_freed_memory
 from libs.model.layer import Layer, layer_bytes
 from libs.model.layer_weights import layer_of, layer_tensor_shapes, layer_tensors, layer_weight_bytes
 from libs.model.model import Model
@@ -257,3 +260,20 @@ def test_memory_that_two_parts_share_counts_once(model: Model) -> None:
     layer = model.layer(0)
     shared = replace(layer, mlp_norm=layer.attention_norm)
     assert layer_bytes(shared) == layer_bytes(layer) - layer.mlp_norm.nbytes
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_dropped_layers_leave_the_process() -> None:
+    wide = replace(LLAMA, num_layers=12, hidden_size=512, intermediate_size=1536)
+    model = random_model(wide, 1, torch.float32)
+    leaving = range(2, 10)
+    dropped_bytes = sum(layer_bytes(model.layer(index)) for index in leaving)
+    if not give_back_freed_memory():
+        pytest.skip("this machine's libc has no malloc_trim")
+    before = resident_bytes()
+    model = model.without_layers(leaving)
+    give_back_freed_memory()
+    assert resident_bytes() <= before - 0.8 * dropped_bytes
