@@ -1,0 +1,277 @@
+"""Modules of other workers' instances that this worker runs, in memory that its own pool gave up.
+
+A guest is the home at the other end of one Link. Its calls are done in order, piece by piece, a piece being
+one layer, so that own steps and other guests come in between. What breaks a call breaks the guest: each
+answer after it fails, until the home opens its modules anew. Other guests go on.
+"""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace as replaced
+
+import structlog
+import torch
+
+from kernels.paged_attention.contract import PagedAttention
+from libs.bus.messages.migration import Hosted
+from libs.engine.arena import Region
+from libs.engine.errors import EngineError, MoveRefused, NoRoom
+from libs.engine.hosting.calls import HostedCall
+from libs.engine.hosting.guest import Guest, HostedModule
+from libs.engine.hosting.hosted_calls import HostedCalls
+from libs.engine.hosting.hosted_kv import HostedKv
+from libs.engine.hosting.own_pool import OwnPool
+from libs.engine.hosting.port import Answer, HostLost
+from libs.engine.pool import BlockLayout, Pool
+from libs.model.errors import ModelError
+from libs.model.model import Layer, Model
+from libs.placement.module import Module, ModuleKind
+from libs.placement.placement import BadPlacement, all_home, check_module
+
+_MAX_CALLS = 4096  # of one guest, not begun: a home waits for its answers, so it has far fewer
+
+AttentionFactory = Callable[[torch.Tensor], PagedAttention]
+"""The attention that fits one layer of a cache, `[num_blocks, heads, 2, block_size, head_dim]`, not in use
+yet."""
+
+_log = structlog.get_logger(__name__)
+
+
+class HostedModules:
+    """All guests of one engine. Owned by the engine's thread, but for `put`.
+
+    `model` is the host's own, which lends its weights to guests with the same model; replace it when layers
+    leave it or come back. `worker` names this host in errors.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        own_pool: OwnPool,
+        attention_factory: AttentionFactory,
+        *,
+        worker: str = "host",
+    ) -> None:
+        self.model = model
+        self._pool = pool
+        self._own_pool = own_pool
+        self._attention_factory = attention_factory
+        self._worker = worker
+        self._guests: dict[str, Guest] = {}
+        self._lock = threading.Lock()
+        """Over which guests there are, and the beginning of their queues."""
+        self._calls = HostedCalls(
+            model.config, block_size=pool.layout.block_size, dtype=model.dtype, device=model.device
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all of them take, KV and weights."""
+        return sum(one.region.num_bytes for guest in self._guests.values() for one in guest.modules.values())
+
+    @property
+    def own_layers_in_use(self) -> frozenset[int]:
+        """Layers whose weights guests use and the host's own model holds."""
+        return frozenset(
+            layer
+            for guest in self._guests.values()
+            for one in guest.modules.values()
+            if one.uses_own_weights
+            for layer in one.module.layers
+        )
+
+    def hosted(self) -> tuple[Hosted, ...]:
+        """What is here."""
+        return tuple(
+            Hosted(
+                move_id=one.move_id,
+                home=guest.name,
+                module=one.module,
+                num_blocks=one.kv.num_blocks,
+                num_bytes=one.region.num_bytes,
+            )
+            for guest in self._guests.values()
+            for one in guest.modules.values()
+        )
+
+    def open(
+        self,
+        guest: str,
+        move_id: str,
+        module: Module,
+        *,
+        num_blocks_wanted: int,
+        num_blocks_least: int,
+        layers: Mapping[int, Layer] | None = None,
+        weight_bytes: int = 0,
+    ) -> int:
+        """Makes room for a module; returns how many blocks it has.
+
+        LAYERS run with `layers`, whose `weight_bytes` count as taken here; they may come into the mapping
+        later, before the first call that needs them. Without `layers` they run with own weights.
+
+        Raises:
+            MoveRefused: the model has no such module, its weights are not here, or the id is in use.
+            NoRoom: fewer than `num_blocks_least` can be spared.
+            NotYet: from the own pool; nothing was changed.
+        """
+        known = self._guests.get(guest)
+        if known is not None and move_id in known.modules:
+            raise MoveRefused(f"a module that move {move_id!r} brought is here already")
+        model = self._guest_model(module, layers)
+        config = self.model.config
+        layout = BlockLayout(
+            module.slots(config.num_kv_heads), self._pool.layout.block_size, config.head_dim, self.model.dtype
+        )
+        granted = self._grant(layout.block_bytes, weight_bytes, num_blocks_wanted, num_blocks_least)
+        region = self._take(granted * layout.block_bytes + weight_bytes)
+        kv = HostedKv(layout, granted, region.memory)
+        with torch.inference_mode():
+            attention = self._attention_factory(kv.layer(module.first_layer))
+        here = HostedModule(
+            move_id, module, kv, region, attention, model, model is not None and layers is None
+        )
+        with self._lock:
+            self._guests.setdefault(guest, Guest(guest)).modules[move_id] = here
+        return granted
+
+    def region(self, guest: str, move_id: str) -> Region | None:
+        """Memory of a module, KV first."""
+        known = self._guests.get(guest)
+        one = known.modules.get(move_id) if known is not None else None
+        return one.region if one is not None else None
+
+    def close(self, guest: str, move_id: str) -> None:
+        """Frees a module; the own pool gets its memory. Idempotent. Raises NotYet: ask again."""
+        known = self._guests.get(guest)
+        if known is not None:
+            one = known.modules.pop(move_id, None)
+            if one is not None:
+                self._stop_using(known, one)
+                self._pool.take_back(one.region)
+            if not known.modules:
+                self._forget(known, "its modules were closed")
+        self._own_pool.resize(None)
+
+    def close_guest(self, guest: str) -> None:
+        """Frees all that a home has here, and fails what it waits for. Idempotent.
+
+        Raises NotYet: ask again.
+        """
+        known = self._guests.get(guest)
+        if known is not None:
+            for one in known.modules.values():
+                self._pool.take_back(one.region)
+            known.modules.clear()
+            self._forget(known, "it was closed")
+        self._own_pool.resize(None)
+
+    def fail_all(self, why: str) -> None:
+        """Nothing runs here any more."""
+        for guest in list(self._guests.values()):
+            self._forget(guest, why)
+
+    def put(self, guest: str, call: HostedCall, answer: Answer) -> None:
+        """Queues a call; from any thread, never waits."""
+        with self._lock:
+            known = self._guests.get(guest)
+            if known is not None and len(known.calls) < _MAX_CALLS:
+                known.calls.append((call, answer))
+                return
+        why = "no module of this home is here" if known is None else f"{_MAX_CALLS} calls wait already"
+        answer.fail(HostLost(self._worker, why))
+
+    def ready(self) -> list[str]:
+        """Guests that have something to run."""
+        return [name for name, guest in self._guests.items() if guest.is_ready]
+
+    def run_piece(self, name: str) -> None:
+        """Runs the guest's next call, or goes on with it, up to the end of a layer."""
+        guest = self._guests.get(name)
+        if guest is None or not guest.is_ready:
+            return
+        if guest.under_way is None:
+            call, guest.awaited = guest.calls.popleft()
+            guest.under_way = self._under_way(guest, call, guest.awaited)
+        with torch.inference_mode():
+            if next(guest.under_way, self) is self:
+                guest.under_way = guest.awaited = guest.busy_with = None
+
+    def run_all(self) -> None:
+        """Everything that was asked so far."""
+        while names := self.ready():
+            for name in names:
+                self.run_piece(name)
+
+    def _under_way(self, guest: Guest, call: HostedCall, answer: Answer) -> Generator[None]:
+        try:
+            if guest.error is not None:
+                raise guest.error
+            result = yield from self._calls.run(guest, call)
+        except HostLost as error:
+            answer.fail(error)
+        except Exception as error:  # noqa: BLE001 - the boundary of a guest: it is told, and others go on
+            expected = isinstance(error, EngineError)
+            _log.warning(
+                "hosted_call_failed", guest=guest.name, call=type(call).__name__, exc_info=not expected
+            )
+            guest.error = HostLost(self._worker, f"{type(call).__name__}: {error}")
+            answer.fail(guest.error)
+        else:
+            answer.give(result)
+
+    def _guest_model(self, module: Module, layers: Mapping[int, Layer] | None) -> Model | None:
+        """A model with the module's layers alone, so that it keeps no others alive."""
+        config = self.model.config
+        try:
+            check_module(all_home("guest", config.num_layers, config.num_kv_heads), module)
+            if module.kind is not ModuleKind.LAYERS:
+                return None
+            if layers is None:
+                layers = {layer: self.model.layer(layer) for layer in module.layers}
+        except (BadPlacement, ModelError) as error:
+            raise MoveRefused(f"{error}") from error
+        weights = replaced(self.model.weights, layers=layers)
+        return Model(config, weights, fingerprint=self.model.fingerprint)
+
+    def _grant(self, block_bytes: int, weight_bytes: int, wanted: int, least: int) -> int:
+        """As many blocks as can be spared, at most `wanted`. Raises NoRoom below `least`."""
+        own_least, layout = self._own_pool.least_blocks(), self._pool.layout
+
+        def is_too_much(num_blocks: int) -> bool:
+            num_bytes = num_blocks * block_bytes + weight_bytes
+            return self._pool.capacity(layout, num_given_up_bytes=num_bytes) < own_least
+
+        granted = bisect_left(range(1, wanted + 1), True, key=is_too_much)
+        if granted < max(1, least):
+            raise NoRoom(
+                f"{granted} blocks of {block_bytes} bytes are free beside {weight_bytes} bytes of weights, "
+                f"{max(1, least)} are asked for; own sequences need {own_least} blocks"
+            )
+        return granted
+
+    def _take(self, num_bytes: int) -> Region:
+        left = self._pool.capacity(self._pool.layout, num_given_up_bytes=num_bytes)
+        if left < self._pool.num_blocks:
+            self._own_pool.resize(left)
+        return self._pool.give_up(num_bytes)
+
+    def _stop_using(self, guest: Guest, closed: HostedModule) -> None:
+        """Its memory is another's from now on: a call that paused within it cannot go on."""
+        if guest.busy_with is closed and guest.awaited is not None:
+            guest.error = HostLost(self._worker, f"the module of {closed.move_id!r} was closed under a call")
+            guest.awaited.fail(guest.error)
+            guest.under_way = guest.awaited = guest.busy_with = None
+
+    def _forget(self, guest: Guest, why: str) -> None:
+        with self._lock:
+            self._guests.pop(guest.name, None)
+            waiting = [answer for _, answer in guest.calls]
+            guest.calls.clear()
+        if guest.awaited is not None:
+            waiting.append(guest.awaited)
+        guest.under_way = guest.awaited = guest.busy_with = None
+        for answer in waiting:
+            answer.fail(HostLost(self._worker, why))
