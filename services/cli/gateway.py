@@ -62,10 +62,9 @@ class Gateway:
         admin_key: str = "",
     ) -> None:
         self._url = url.rstrip("/")
-        self._admin_headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self._admin_headers = _bearer(admin_key)
         timeout = httpx.Timeout(_ANSWER_TIMEOUT_SECONDS, connect=_CONNECT_TIMEOUT_SECONDS)
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(timeout=timeout, headers=headers, transport=transport)
+        self._client = httpx.Client(timeout=timeout, headers=_bearer(api_key), transport=transport)
 
     def close(self) -> None:
         """Idempotent."""
@@ -160,6 +159,10 @@ class Gateway:
                 f"no gateway at {self._url} ({error}); start one with `kvmesh up`, or give --url"
             )
         return GatewayError(f"{self._url}: {str(error) or type(error).__name__}")
+
+
+def _bearer(key: str) -> dict[bytes, bytes]:
+    return {b"authorization": f"Bearer {key}".encode()} if key else {}
 
 
 def _move_path(move_id: str) -> str:

@@ -32,7 +32,7 @@ class AdminKey:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         is_bearer = scheme.lower() == "bearer"
         # Compared in constant time, also where nothing was given.
-        if not hmac.compare_digest(given.strip().encode(), self._key) or not is_bearer:
+        if not hmac.compare_digest(given.strip(" ").encode("latin-1"), self._key) or not is_bearer:
             raise Unauthorized(
                 "the admin key is needed: send `Authorization: Bearer <admin key>`; an API key is none",
                 code="invalid_admin_key",

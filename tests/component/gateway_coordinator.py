@@ -1,0 +1,159 @@
+"""A leading coordinator that answers what a test says, and what workers tell of placements and moves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from libs.bus.messages.migration import (
+    CancelMove,
+    CandidateSeen,
+    DeviceSeen,
+    ExplainRounds,
+    Hosted,
+    ListMoves,
+    MoveAccepted,
+    MoveDenied,
+    MovePhase,
+    MoveRecord,
+    Moves,
+    PlacementTold,
+    PlanMove,
+    Rounds,
+    RoundSeen,
+)
+from libs.bus.port import Bus, Subscription
+from libs.placement.module import Module, heads_of, whole_layers
+from libs.placement.placement import Placed, Placement, all_home
+
+NUM_LAYERS, NUM_HEADS = 30, 3
+DECODE, PREFILL = "decode-0-i", "prefill-0-i"
+"""The incarnations of the workers that a gateway under test finds."""
+
+
+@dataclass
+class Coordinator:
+    """Serves what gateways ask."""
+
+    bus: Bus
+    answer: MoveAccepted | MoveDenied = field(default_factory=lambda: MoveAccepted(move_id="m1", epoch=0))
+    on_plan: Callable[[PlanMove], None] = lambda _: None
+    moves: list[MoveRecord] = field(default_factory=list)
+    rounds: list[RoundSeen] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
+    served: list[Subscription] = field(default_factory=list)
+
+    async def open(self) -> None:
+        self.served = [
+            await self.bus.serve(PlanMove, self._plan),
+            await self.bus.serve(CancelMove, self._cancel),
+            await self.bus.serve(ListMoves, self._list),
+            await self.bus.serve(ExplainRounds, self._explain),
+        ]
+
+    async def leave(self) -> None:
+        for served in self.served:
+            await served.close()
+
+    async def _plan(self, plan: PlanMove) -> MoveAccepted | MoveDenied:
+        self.asked.append(plan)
+        self.on_plan(plan)
+        return self.answer
+
+    async def _cancel(self, cancel: CancelMove) -> MoveAccepted | MoveDenied:
+        self.asked.append(cancel)
+        return self.answer
+
+    async def _list(self, listing: ListMoves) -> Moves:
+        return Moves(moves=tuple(m for m in self.moves if listing.move_id in ("", m.move_id)))
+
+    async def _explain(self, explain: ExplainRounds) -> Rounds:
+        if explain.num_rounds != 1:  # one round is what gateways look at by themselves
+            self.asked.append(explain)
+        rounds = tuple(self.rounds[: explain.num_rounds])
+        return Rounds(leader="coordinator-0", is_automatic=True, rounds=rounds)
+
+
+def placed(module: Module, worker: str = PREFILL, move_id: str = "m1", **facts: Any) -> Placed:
+    return Placed(move_id=move_id, module=module, worker=worker, **facts)
+
+
+def at_home(home: str = DECODE) -> Placement:
+    return all_home(home, NUM_LAYERS, NUM_HEADS)
+
+
+def told(placement: Placement, **facts: Any) -> PlacementTold:
+    return PlacementTold(placement=placement, **facts)
+
+
+def hosted(module: Module, home: str = DECODE, move_id: str = "m1") -> Hosted:
+    return Hosted(move_id=move_id, home=home, module=module, num_blocks=100, num_bytes=64 << 20)
+
+
+def record(phase: MovePhase = MovePhase.COPYING, move_id: str = "m1", **facts: Any) -> MoveRecord:
+    known: dict[str, Any] = {
+        "instance": DECODE,
+        "host": PREFILL,
+        "module": whole_layers(20, 30),
+        "expected_epoch": 0,
+        "epoch": 0,
+        "started_unix_seconds": 1000.0,
+    }
+    return MoveRecord(move_id=move_id, phase=phase, **{**known, **facts})
+
+
+def done(**facts: Any) -> MoveRecord:
+    figures: dict[str, Any] = {
+        "epoch": 1,
+        "with_weights": True,
+        "ended_unix_seconds": 1001.5,
+        "phase_seconds": {"reserving": 0.02, "copying": 0.9, "catching_up": 0.3, "switching": 0.01},
+        "num_kv_bytes": 12 << 20,
+        "num_weight_bytes": 70 << 20,
+        "num_rounds": 2,
+        "pause_seconds": 0.0083,
+        "num_blocks_before": 800,
+        "num_blocks_after": 1200,
+    }
+    return record(MovePhase.DONE, **{**figures, **facts})
+
+
+def seen(number: int = 1, **facts: Any) -> RoundSeen:
+    devices = (
+        DeviceSeen(
+            worker=DECODE, name="decode-0", role="decode", compute=0.9, memory=0.8, queue=0.5, utilization=0.8
+        ),
+        DeviceSeen(
+            worker=PREFILL,
+            name="prefill-0",
+            role="prefill",
+            compute=0.1,
+            memory=0.2,
+            queue=0,
+            utilization=0.1,
+        ),
+    )
+    known: dict[str, Any] = {
+        "unix_seconds": 1000.0 + number,
+        "devices": devices,
+        "gap": 0.7,
+        "is_balancing": True,
+        "decision": "stayed: nothing is worth its cost",
+    }
+    return RoundSeen(number=number, **{**known, **facts})
+
+
+def candidate(verdict: str = "taken", **facts: Any) -> CandidateSeen:
+    known: dict[str, Any] = {
+        "instance": DECODE,
+        "host": PREFILL,
+        "what": "KV heads 1 of layers 0-29",
+        "benefit": 0.31,
+        "cost": 0.05,
+        "move_seconds": 0.4,
+        "overhead_seconds": 0.0021,
+    }
+    return CandidateSeen(verdict=verdict, **{**known, **facts})
+
+
+HEADS_AWAY = at_home().with_module(placed(heads_of(0, NUM_LAYERS, (2,)), move_id="h1"))
+LAYERS_AWAY = at_home().with_module(placed(whole_layers(20, 30), has_weights_at_home=False, num_blocks=500))

@@ -1,0 +1,374 @@
+"""Moves and placements over HTTP, a coordinator and workers answering on the bus."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from gateway_coordinator import (
+    DECODE,
+    HEADS_AWAY,
+    LAYERS_AWAY,
+    NUM_LAYERS,
+    PREFILL,
+    Coordinator,
+    at_home,
+    candidate,
+    done,
+    hosted,
+    record,
+    seen,
+    told,
+)
+from gateway_mesh import Mesh, running_gateway
+
+from libs.bus.memory_broker import MemoryBroker
+from libs.bus.memory_bus import MemoryBus
+from libs.bus.messages.migration import (
+    CancelMove,
+    DenialReason,
+    ExplainRounds,
+    MoveAccepted,
+    MoveDenied,
+    MovePhase,
+    MoveTold,
+    PlanMove,
+)
+from libs.bus.messages.presence import WorkerLoad
+from libs.placement.module import heads_of, lent_blocks, whole_layers
+from services.gateway.settings import GatewaySettings
+
+ADMIN_KEY, API_KEY = "adm-one", "sk-one"
+LAYERS = {"instance": "decode-0", "host": "prefill-0", "layers": [20, 30]}
+MIGRATIONS = "/v1/mesh/migrations"
+
+
+@pytest.fixture
+async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
+    broker = MemoryBroker()
+    settings = {"admin_key": ADMIN_KEY, **getattr(request, "param", {})}
+    async with running_gateway(MemoryBus(broker), MemoryBus(broker), **settings) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+async def coordinator(mesh: Mesh) -> Coordinator:
+    coordinator = Coordinator(mesh.bus)
+    await coordinator.open()
+    return coordinator
+
+
+def with_settings(**settings: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("mesh", [settings], indirect=True, ids=[",".join(settings)])
+
+
+async def ask(
+    mesh: Mesh, method: str, path: str, body: Any = None, key: str | None = ADMIN_KEY
+) -> httpx.Response:
+    headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
+    async with mesh.http() as http:
+        return await http.request(method, path, json=body, headers=headers)
+
+
+async def start(mesh: Mesh, **body: Any) -> httpx.Response:
+    return await ask(mesh, "POST", MIGRATIONS, body)
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    body = answer.json()
+    assert set(body) == {"error"}
+    return dict(body["error"])
+
+
+async def tell_placement(mesh: Mesh, message: Any) -> None:
+    """Once the gateway shows this epoch, it has heard all that was published before."""
+    await mesh.bus.publish(message)
+    async with mesh.http() as http:
+        while True:
+            instances = (await http.get("/v1/mesh/placement")).json()["instances"]
+            if any(i["epoch"] == message.placement.epoch for i in instances):
+                return
+
+
+async def test_a_move_is_begun_and_its_address_told(mesh: Mesh, coordinator: Coordinator) -> None:
+    coordinator.moves = [record(host_name="prefill-0")]
+    await tell_placement(mesh, told(at_home()))
+    answer = await start(mesh, **LAYERS, expected_epoch=0)
+    assert (answer.status_code, answer.json()) == (202, {"id": "m1", "epoch": 0})
+    assert coordinator.asked == [
+        PlanMove(
+            instance=DECODE, module=whole_layers(20, 30), host=PREFILL, with_weights=True, expected_epoch=0
+        )
+    ]
+    found = (await ask(mesh, "GET", answer.headers["location"])).json()
+    assert {name: found[name] for name in ("id", "what", "kind", "phase", "instance_name", "is_over")} == {
+        "id": "m1", "what": "layers 20-29", "kind": "offload", "phase": "copying",
+        "instance_name": "decode-0", "is_over": False,
+    }  # fmt: skip
+
+
+MODULES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"layers": [0, 1], "kind": "offload"}, {"module": whole_layers(0, 1)}),
+    ({"layers": [0, 1], "kind": "migrate"}, {"module": whole_layers(0, 1), "with_weights": True}),
+    ({"kv_heads": [2, 1]}, {"module": heads_of(0, NUM_LAYERS, (1, 2))}),
+    ({"kv_heads": [0], "layers": [3, 9]}, {"module": heads_of(3, 9, (0,))}),
+    ({"tokens": True}, {"module": lent_blocks(NUM_LAYERS)}),
+    ({"tokens": True, "num_blocks": 7}, {"module": lent_blocks(NUM_LAYERS), "num_blocks": 7}),
+    ({"return_of": "m0", "host": None}, {"returned_move_id": "m0", "host": ""}),
+]
+
+
+@pytest.mark.parametrize(("asked", "meant"), MODULES, ids=[str(asked) for asked, _ in MODULES])
+async def test_each_kind_of_module_is_asked_for_as_it_is(
+    mesh: Mesh, coordinator: Coordinator, asked: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    await tell_placement(mesh, told(at_home()))
+    answer = await start(mesh, **{"instance": DECODE, "host": PREFILL, **asked})
+    assert answer.status_code == 202, answer.text
+    assert coordinator.asked == [PlanMove(**{"instance": DECODE, "host": PREFILL, **meant})]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"layers": None}, "layers"),
+    ({"layers": [5, 5]}, "layers"),
+    ({"layers": [5, 2]}, "layers"),
+    ({"layers": [-1, 2]}, "layers[0]"),
+    ({"layers": [1, 2, 3]}, "layers"),
+    ({"layers": "0-3"}, "layers"),
+    ({"layers": None, "kv_heads": []}, "kv_heads"),
+    ({"kv_heads": [1, 1]}, "kv_heads"),
+    ({"kv_heads": [0], "kind": "migrate"}, "kind"),
+    ({"tokens": True}, "layers"),
+    ({"return_of": "m0"}, "return_of"),
+    ({"layers": None, "return_of": "m0"}, "host"),
+    ({"host": None}, "host"),
+    ({"host": "decode-0"}, "host"),
+    ({"host": ""}, "host"),
+    ({"num_blocks": 3}, "num_blocks"),
+    ({"layers": None, "tokens": True, "num_blocks": 0}, "num_blocks"),
+    ({"kind": "teleport"}, "kind"),
+    ({"expected_epoch": -1}, "expected_epoch"),
+    ({"expected_epoch": "1"}, "expected_epoch"),
+    ({"instance": None}, "instance"),
+    ({"speed": 9}, "speed"),
+]
+
+
+async def test_what_makes_no_move_is_400_by_name_and_begins_nothing(
+    mesh: Mesh, coordinator: Coordinator
+) -> None:
+    await tell_placement(mesh, told(at_home()))
+    for change, param in BAD:
+        answer = await start(mesh, **{**LAYERS, **change})
+        assert (answer.status_code, error_of(answer)["param"]) == (400, param), (change, answer.text)
+    for broken in (b"{", b"[]", b"\xff"):
+        async with mesh.http() as http:
+            headers = {"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/json"}
+            answer = await http.post(MIGRATIONS, content=broken, headers=headers)
+        assert answer.status_code == 400
+    assert coordinator.asked == []
+
+
+@pytest.mark.parametrize("param", ["instance", "host"])
+async def test_an_unknown_worker_is_404_by_name(mesh: Mesh, coordinator: Coordinator, param: str) -> None:
+    answer = await start(mesh, **{**LAYERS, param: "decode-9"})
+    assert answer.status_code == 404
+    assert error_of(answer)["param"] == param
+    assert "decode-9" in error_of(answer)["message"]
+    assert coordinator.asked == []
+
+
+DENIALS = {
+    DenialReason.STALE_EPOCH: (409, "stale_epoch", None),
+    DenialReason.BUSY: (409, "busy", None),
+    DenialReason.NO_ROOM: (409, "no_room", None),
+    DenialReason.DRAINING: (409, "draining", None),
+    DenialReason.NOT_FOUND: (404, "module_not_found", "layers"),
+    DenialReason.INVALID: (400, "invalid_move", "layers"),
+}
+
+
+@pytest.mark.parametrize("reason", DenialReason)
+async def test_the_coordinators_no_is_told_with_the_present_epoch(
+    mesh: Mesh, coordinator: Coordinator, reason: DenialReason
+) -> None:
+    await tell_placement(mesh, told(at_home()))
+    coordinator.answer = MoveDenied(reason=reason, detail="for a reason", epoch=7)
+    answer = await start(mesh, **LAYERS)
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == DENIALS[reason]
+    assert error["message"] == "for a reason"
+    assert error.get("epoch") == (7 if answer.status_code == 409 else None)
+
+
+async def test_an_epoch_that_nobody_knows_is_not_told(mesh: Mesh, coordinator: Coordinator) -> None:
+    await tell_placement(mesh, told(at_home()))
+    coordinator.answer = MoveDenied(reason=DenialReason.BUSY, detail="busy")
+    assert "epoch" not in error_of(await start(mesh, **LAYERS))
+
+
+async def test_without_a_coordinator_moves_are_503_and_the_placement_is_told(mesh: Mesh) -> None:
+    await tell_placement(mesh, told(HEADS_AWAY))
+    for method, path, body in (
+        ("POST", MIGRATIONS, LAYERS),
+        ("DELETE", MIGRATIONS + "/m1", None),
+        ("GET", "/v1/mesh/explain", None),
+    ):
+        answer = await ask(mesh, method, path, body)
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "no_coordinator")
+        assert answer.headers["retry-after"] == "2"
+
+
+async def test_without_a_coordinator_the_moves_heard_of_are_told(mesh: Mesh) -> None:
+    await mesh.bus.publish(MoveTold(move=record(move_id="m7")))
+    await tell_placement(mesh, told(at_home(), moves=(done(move_id="m8", started_unix_seconds=2000.0),)))
+    listed = (await ask(mesh, "GET", MIGRATIONS)).json()
+    assert [move["id"] for move in listed["data"]] == ["m8", "m7"]
+    assert listed["is_from_coordinator"] is False
+    assert (await ask(mesh, "GET", MIGRATIONS + "/m7")).json()["phase"] == "copying"
+    missing = await ask(mesh, "GET", MIGRATIONS + "/m9")
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "migration_not_found")
+
+
+async def test_the_coordinators_history_is_told_newest_first(mesh: Mesh, coordinator: Coordinator) -> None:
+    coordinator.moves = [record(move_id="m3"), done(move_id="m2", is_return=True), done(move_id="m1")]
+    listed = (await ask(mesh, "GET", MIGRATIONS)).json()
+    assert [(m["id"], m["kind"], m["is_over"]) for m in listed["data"]] == [
+        ("m3", "offload", False),
+        ("m2", "return", True),
+        ("m1", "migrate", True),
+    ]
+    assert listed["is_from_coordinator"] is True
+    assert listed["data"][2] | {"num_blocks_after": 1200, "pause_seconds": 0.0083} == listed["data"][2]
+    assert (await ask(mesh, "GET", MIGRATIONS + "/m9")).status_code == 404
+
+
+async def test_a_move_is_cancelled_unless_it_is_unknown_or_has_switched(
+    mesh: Mesh, coordinator: Coordinator
+) -> None:
+    answer = await ask(mesh, "DELETE", MIGRATIONS + "/m1")
+    assert (answer.status_code, answer.json()) == (202, {"id": "m1", "epoch": 0})
+    assert coordinator.asked == [CancelMove(move_id="m1")]
+    coordinator.answer = MoveDenied(reason=DenialReason.NOT_FOUND, detail="no such move")
+    assert (await ask(mesh, "DELETE", MIGRATIONS + "/m1")).status_code == 404
+    coordinator.answer = MoveDenied(reason=DenialReason.INVALID, detail="it has switched", epoch=3)
+    late = await ask(mesh, "DELETE", MIGRATIONS + "/m1")
+    assert (late.status_code, error_of(late)["epoch"]) == (409, 3)
+
+
+async def test_the_placement_names_workers_layers_heads_and_capacity(mesh: Mesh) -> None:
+    load = WorkerLoad(num_blocks=1200, num_used_blocks=30, block_size=16)
+    await mesh.decodes[0].report(load)
+    await mesh.bus.publish(told(at_home(PREFILL), hosted=(hosted(whole_layers(20, 30)),)))
+    await tell_placement(mesh, told(LAYERS_AWAY))
+    decode, prefill = (await ask(mesh, "GET", "/v1/mesh/placement")).json()["instances"]
+    assert (decode["name"], decode["epoch"], decode["num_layers"], decode["num_kv_heads"]) == (
+        *("decode-0", 1),
+        *(30, 3),
+    )
+    assert decode["layers"] == [
+        {"first": 0, "end": 20, "worker": "decode-0", "incarnation": DECODE},
+        {
+            "first": 20, "end": 30, "worker": "prefill-0", "incarnation": PREFILL, "move_id": "m1",
+            "has_weights_at_home": False,
+        },
+    ]  # fmt: skip
+    capacity = decode["capacity"]
+    assert (capacity["num_blocks"], capacity["num_used_blocks"], capacity["num_tokens"]) == (1200, 30, 19200)
+    assert prefill["hosted"][0]["instance"] == "decode-0"
+    assert prefill["hosted"][0]["what"] == "layers 20-29"
+    assert prefill["capacity"]["num_hosted_bytes"] == 64 << 20
+
+
+async def test_a_worker_that_left_is_in_no_placement_and_its_move_has_failed(mesh: Mesh) -> None:
+    await mesh.bus.publish(MoveTold(move=record()))
+    await tell_placement(mesh, told(HEADS_AWAY))
+    await mesh.decodes[0].die()
+    async with mesh.http() as http:
+        while (await http.get("/v1/mesh/placement")).json()["instances"]:
+            pass
+        (move,) = (await http.get("/v1/mesh")).json()["migrations"]
+    assert (move["phase"], move["error"], move["is_over"]) == ("failed", "its home left the mesh", True)
+
+
+async def test_rounds_are_explained_as_many_as_asked_for(mesh: Mesh, coordinator: Coordinator) -> None:
+    coordinator.rounds = [seen(9, candidates=(candidate(),), move_id="m1"), seen(8)]
+    asked = (await ask(mesh, "GET", "/v1/mesh/explain?rounds=7")).json()
+    assert (asked["leader"], asked["is_automatic"]) == ("coordinator-0", True)
+    assert [told["number"] for told in asked["rounds"]] == [9, 8]
+    assert asked["rounds"][0]["candidates"][0]["verdict"] == "taken"
+    await ask(mesh, "GET", "/v1/mesh/explain")
+    assert coordinator.asked == [ExplainRounds(num_rounds=7), ExplainRounds(num_rounds=20)]
+
+
+@pytest.mark.parametrize("rounds", ["0", "201", "-1", "x", "1.5", "", "٣", "9" * 5000])
+async def test_a_number_of_rounds_that_is_none_is_400(mesh: Mesh, rounds: str) -> None:
+    answer = await ask(mesh, "GET", f"/v1/mesh/explain?rounds={rounds}")
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "rounds")
+
+
+async def test_the_snapshot_holds_placement_moves_and_the_last_round(
+    mesh: Mesh, coordinator: Coordinator
+) -> None:
+    coordinator.rounds = [seen(4)]
+    await tell_placement(mesh, told(HEADS_AWAY, moves=(record(MovePhase.DONE, move_id="h1"),)))
+    async with mesh.http() as http:
+        while (status := (await http.get("/v1/mesh")).json())["loop"] is None:
+            pass
+    assert status["placement"][0]["heads"][0]["kv_heads"] == [2]
+    assert status["migrations"][0]["id"] == "h1"
+    assert status["loop"]["rounds"][0]["number"] == 4
+
+
+# Who may
+
+
+async def mutations(mesh: Mesh, key: str | None) -> list[tuple[int, str | None]]:
+    answers = [
+        await ask(mesh, "POST", MIGRATIONS, LAYERS, key),
+        await ask(mesh, "DELETE", MIGRATIONS + "/m1", None, key),
+    ]
+    return [(answer.status_code, answer.json().get("error", {}).get("code")) for answer in answers]
+
+
+@with_settings(admin_key="", api_key=(API_KEY,))
+async def test_without_an_admin_key_nobody_moves_anything_and_is_told_how_to_set_one(
+    mesh: Mesh, coordinator: Coordinator
+) -> None:
+    for key in (None, "", API_KEY, "anything"):
+        assert await mutations(mesh, key) == [(403, "no_admin_key")] * 2
+    assert "KVMESH_ADMIN_KEY" in error_of(await start(mesh, **LAYERS))["message"]
+    assert coordinator.asked == []
+
+
+@with_settings(api_key=(API_KEY,))
+async def test_api_keys_move_nothing_and_the_admin_key_reads_nothing(
+    mesh: Mesh, coordinator: Coordinator
+) -> None:
+    coordinator.answer = MoveAccepted(move_id="m1", epoch=0)
+    for key in (None, API_KEY, ADMIN_KEY + "x", ADMIN_KEY[:-1], "é"):
+        assert await mutations(mesh, key) == [(401, "invalid_admin_key")] * 2
+    assert coordinator.asked == []
+    for path in (MIGRATIONS, MIGRATIONS + "/m1", "/v1/mesh/placement", "/v1/mesh/explain"):
+        assert (await ask(mesh, "GET", path, key=None)).status_code == 401
+        assert (await ask(mesh, "GET", path, key=ADMIN_KEY)).status_code == 401
+        assert (await ask(mesh, "GET", path, key=API_KEY)).status_code in (200, 404)
+    assert [status for status, _ in await mutations(mesh, ADMIN_KEY)][1] == 202
+
+
+async def test_the_admin_key_is_asked_for_before_the_body_is_read(mesh: Mesh) -> None:
+    async with mesh.http() as http:
+        answer = await http.post(MIGRATIONS, content=b"no json", headers={"content-type": "text/plain"})
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert (await http.put(MIGRATIONS)).status_code == 405
+
+
+@with_settings(admin_key="schlüssel 1")
+async def test_an_admin_key_may_be_any_text(mesh: Mesh, coordinator: Coordinator) -> None:
+    assert (await ask(mesh, "DELETE", MIGRATIONS + "/m1", key="schlüssel 1")).status_code == 202
+
+
+def test_an_admin_key_that_is_an_api_key_is_no_setting() -> None:
+    with pytest.raises(ValueError, match="none of the keys in api_key"):
+        GatewaySettings(admin_key=API_KEY, api_key=(API_KEY,))
