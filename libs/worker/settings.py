@@ -43,3 +43,19 @@ class WorkerSettings(RuntimeSettings, frozen=True, kw_only=True):
     max_unsent_deltas: Annotated[
         int, Meta(description="token deltas kept for gateways while the broker is away", ge=1)
     ] = 65536
+    device_share: Annotated[
+        float,
+        Meta(description="busy seconds of the device per second, own and hosted", gt=0, le=1),
+    ] = 1.0
+    hosting: Annotated[bool, Meta(description="whether modules of other workers' instances may run here")] = (
+        True
+    )
+    hosting_timeout_seconds: Annotated[
+        float, Meta(description="a worker that runs modules for this one and answers no faster is lost", gt=0)
+    ] = 10.0
+    move_deadline_seconds: Annotated[
+        float, Meta(description="modules not back by then stay where they are, as when their host ends", gt=0)
+    ] = 60.0
+    move_bandwidth_mib: Annotated[
+        float, Meta(description="MiB per second that a move copies at most; 0: as fast as it goes", ge=0)
+    ] = 0.0

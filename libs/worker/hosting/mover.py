@@ -1,0 +1,273 @@
+"""The home's side of moves: takes orders, carries them out one at a time, and follows what hosts do."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+import structlog
+
+from libs.bus.messages.migration import (
+    AbandonMove,
+    DenialReason,
+    Hosted,
+    MoveAccepted,
+    MoveDenied,
+    MovePhase,
+    MoveRecord,
+    PlacementTold,
+    StartMove,
+)
+from libs.bus.port import Subscription
+from libs.placement.module import Module, ModuleKind
+from libs.placement.phases import is_over
+from libs.placement.placement import Placed, Placement
+from libs.runtime.roster import Roster
+from libs.runtime.runtime import Runtime
+from libs.worker.hosting.home import Home
+from libs.worker.hosting.host_links import HostLinks
+from libs.worker.hosting.metrics import MoveMetrics
+from libs.worker.hosting.moving import Move
+from libs.worker.hosting.orders import Refused, Standing, placed_by
+from libs.worker.hosting.pace import Pace
+from libs.worker.hosting.telling import Telling
+from libs.worker.hosting.ways import Away, Return, Way
+from libs.worker.settings import WorkerSettings
+
+MIB = 1 << 20
+_MAX_RECORDS = 64
+"""Of moves that ended; an order that comes twice is known by them."""
+_NUM_TOLD = 8
+
+log = structlog.get_logger()
+
+
+class Mover:
+    """One per worker. `links` is set by `attach`: Links report what happens to them to the Mover."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: WorkerSettings,
+        home: Home,
+        roster: Roster,
+        metrics: MoveMetrics,
+        hosted: Callable[[], tuple[Hosted, ...]],
+        *,
+        fingerprint: str,
+        slot_bytes: int,
+        max_model_len: int,
+    ) -> None:
+        self._runtime, self._settings, self._home, self._roster = runtime, settings, home, roster
+        self._metrics, self._hosted = metrics, hosted
+        self._fingerprint, self._slot_bytes, self._max_model_len = fingerprint, slot_bytes, max_model_len
+        self._telling = Telling(runtime.bus, self._told)
+        self._records: OrderedDict[str, MoveRecord] = OrderedDict()
+        self._move: Move | None = None
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._leaving: set[str] = set()
+        self._ids = count(1)
+        self._subscriptions: list[Subscription] = []
+        self.is_draining = False
+
+    def attach(self, links: HostLinks) -> None:
+        """Once, before `open`."""
+        self._links = links
+
+    async def open(self) -> None:
+        """Take orders from now on."""
+        bus, at = self._runtime.bus, self._runtime.incarnation
+        self._subscriptions.append(await bus.serve(StartMove, self.start, at=at))
+        self._subscriptions.append(await bus.serve(AbandonMove, self.abandon, at=at))
+        self._runtime.spawn("placement", self._telling.run())
+
+    async def drain(self) -> None:
+        """Take no more orders; returns when no move is under way."""
+        self.is_draining = True
+        if self._move is not None:
+            self._move.abandon("its home is about to end")
+        await self._is_idle.wait()
+
+    async def close(self) -> None:
+        """Take no more orders."""
+        for subscription in self._subscriptions:
+            await subscription.close()
+
+    async def start(self, order: StartMove) -> MoveAccepted | MoveDenied:
+        """Answers StartMove."""
+        epoch = self._home.placement.epoch
+        if order.move_id in self._records:
+            return MoveAccepted(move_id=order.move_id, epoch=epoch)
+        standing = Standing(
+            placement=self._home.placement,
+            fingerprint=self._fingerprint,
+            busy_with=self._move.record.move_id if self._move is not None else "",
+            is_draining=self.is_draining,
+        )
+        try:
+            placed = placed_by(order, standing, self._roster.get(order.host))
+        except Refused as refused:
+            log.info("move_refused", move_id=order.move_id, reason=str(refused))
+            return refused.answer
+        self._begin(order, placed)
+        return MoveAccepted(move_id=order.move_id, epoch=epoch)
+
+    async def abandon(self, order: AbandonMove) -> MoveAccepted | MoveDenied:
+        """Answers AbandonMove."""
+        epoch = self._home.placement.epoch
+        if order.move_id not in self._records:
+            detail = f"no move {order.move_id!r} was begun here"
+            return MoveDenied(reason=DenialReason.NOT_FOUND, detail=detail, epoch=epoch)
+        move = self._move
+        if move is None or move.record.move_id != order.move_id or not move.abandon("it was cancelled"):
+            phase = self._records[order.move_id].phase.value
+            detail = f"move {order.move_id!r} is {phase}, which cannot be rolled back"
+            return MoveDenied(reason=DenialReason.INVALID, detail=detail, epoch=epoch)
+        return MoveAccepted(move_id=order.move_id, epoch=epoch)
+
+    def placement_changed(self, placement: Placement, lost: str) -> None:
+        """The engine's, from now on; `lost` says which host was lost, and why."""
+        if lost:
+            log.warning("host_lost", reason=lost, epoch=placement.epoch)
+            self._metrics.hosts_lost.inc()
+        self._telling.changed()
+        self._drop_unused()
+
+    def hosting_changed(self) -> None:
+        """A module of another instance came here or left."""
+        self._telling.changed()
+
+    def host_lost(self, worker: str, why: str) -> None:
+        """Its Link is over, or it left the mesh."""
+        self._leaving.discard(worker)
+        move = self._move
+        is_moving = move is not None and move.record.host == worker
+        if move is not None and is_moving:
+            move.abandon(f"its host was lost: {why}")
+        if is_moving or self._at(worker):
+            self._runtime.spawn("lose-host", self._home.lose_host(worker, why))
+
+    def host_departed(self, worker: str) -> None:
+        """It left the mesh: do not wait for its Link."""
+        if self._links.get(worker) is not None:
+            self.host_lost(worker, "it left the mesh")
+            self._runtime.spawn("drop-host", self._links.drop(worker))
+
+    def host_leaving(self, worker: str) -> None:
+        """It asks for its modules to be taken back."""
+        if worker not in self._leaving and not self.is_draining:
+            self._leaving.add(worker)
+            self._runtime.spawn("take-back", self._take_back(worker))
+
+    async def _take_back(self, worker: str) -> None:
+        if self._move is not None and self._move.record.host == worker and not self._move.record.is_return:
+            self._move.abandon("its host is leaving")
+        while True:
+            await self._is_idle.wait()
+            at_host = self._at(worker)
+            if not at_host or self.is_draining:
+                break
+            order = StartMove(
+                move_id=f"leave-{self._runtime.incarnation}-{next(self._ids)}",
+                returned_move_id=at_host[0].move_id,
+                expected_epoch=self._home.placement.epoch,
+                deadline_seconds=self._settings.move_deadline_seconds,
+                reason="its host is leaving",
+            )
+            self._begin(order, at_host[0])
+            await self._is_idle.wait()
+            if self._records[order.move_id].phase is MovePhase.FAILED:
+                break
+        self._leaving.discard(worker)
+
+    def _begin(self, order: StartMove, placed: Placed) -> None:
+        host = self._roster.get(placed.worker)
+        move = Move(
+            MoveRecord(
+                move_id=order.move_id,
+                instance=self._runtime.incarnation,
+                instance_name=self._runtime.identity.name,
+                host=placed.worker,
+                host_name=host.name if host is not None else "",
+                module=placed.module,
+                is_return=order.module is None,
+                returned_move_id=order.returned_move_id,
+                with_weights=not placed.has_weights_at_home,
+                phase=MovePhase.PLANNED,
+                expected_epoch=order.expected_epoch,
+                epoch=self._home.placement.epoch,
+                reason=order.reason,
+                started_unix_seconds=time.time(),
+            ),
+            self._home,
+            self._way(order, placed),
+            Pace(self._settings.move_bandwidth_mib * MIB),
+            self._changed,
+            home_move_id=placed.move_id,
+            block_bytes=self._block_bytes(placed.module),
+            deadline_seconds=order.deadline_seconds,
+        )
+        self._move = move
+        self._is_idle.clear()
+        self._changed(move.record)
+        self._runtime.spawn("move", self._run(move))
+
+    async def _run(self, move: Move) -> None:
+        try:
+            await move.run()
+        finally:
+            self._move = None
+            self._is_idle.set()
+            self._drop_unused()
+            self._telling.changed()
+        self._metrics.ended(move.record)
+
+    def _way(self, order: StartMove, placed: Placed) -> Way:
+        if order.module is None:
+            return Return(self._home, partial(self._links.get, placed.worker), placed)
+        total = self._home.num_total_blocks
+        if placed.module.kind is ModuleKind.TOKENS:
+            wanted, least = order.num_blocks or total, order.num_blocks or 1
+        else:
+            block_size = self._settings.block_size
+            one_sequence = min(total, -(-self._max_model_len // block_size))
+            wanted = self._home.capacity_with(placed)
+            least = max(one_sequence, total - self._home.num_free_blocks)
+        return Away(
+            self._home,
+            partial(self._links.connect, placed.worker),
+            placed,
+            num_blocks_wanted=max(wanted, least),
+            num_blocks_least=least,
+        )
+
+    def _changed(self, record: MoveRecord) -> None:
+        self._records[record.move_id] = record
+        while len(self._records) > _MAX_RECORDS:
+            self._records.popitem(last=False)
+        self._telling.moved(record)
+
+    def _told(self) -> PlacementTold:
+        records = list(self._records.values())
+        under_way = [one for one in records if not is_over(one.phase)]
+        ended = [one for one in records if is_over(one.phase)][-_NUM_TOLD:]
+        return PlacementTold(
+            placement=self._home.placement, hosted=self._hosted(), moves=(*under_way, *ended)
+        )
+
+    def _drop_unused(self) -> None:
+        """Links to hosts where nothing of this instance is, or is about to be."""
+        used = {one.worker for one in self._home.placement.placed}
+        if self._move is not None:
+            used.add(self._move.record.host)
+        for worker in self._links.workers() - used:
+            self._runtime.spawn("drop-host", self._links.drop(worker))
+
+    def _at(self, worker: str) -> list[Placed]:
+        return [one for one in self._home.placement.placed if one.worker == worker]
+
+    def _block_bytes(self, module: Module) -> int:
+        return len(module.slots(self._home.placement.num_kv_heads)) * self._slot_bytes

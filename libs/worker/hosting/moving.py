@@ -1,0 +1,182 @@
+"""One move of one module, away or home again, from its first phase to its last."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+from msgspec.structs import replace
+
+from libs.bus.messages.migration import MovePhase, MoveRecord
+from libs.engine.errors import EngineError
+from libs.model.errors import ModelError
+from libs.placement.phases import can_abandon, is_over
+from libs.placement.placement import BadPlacement
+from libs.telemetry.traces import Span, start_span
+from libs.worker.hosting.home import Home
+from libs.worker.hosting.move_plan import Progress, next_phase
+from libs.worker.hosting.pace import Pace
+from libs.worker.hosting.ways import Way
+
+WHY_BROKEN = (EngineError, ModelError, BadPlacement)
+"""What a move can fail by; anything else is a fault of this program."""
+
+log = structlog.get_logger()
+
+
+class Move:
+    """Runs once. `on_change` hears the record at every phase."""
+
+    def __init__(
+        self,
+        record: MoveRecord,
+        home: Home,
+        way: Way,
+        pace: Pace,
+        on_change: Callable[[MoveRecord], None],
+        *,
+        home_move_id: str,
+        block_bytes: int,
+        deadline_seconds: float,
+    ) -> None:
+        self.record = record
+        self._home, self._way, self._pace, self._on_change = home, way, pace, on_change
+        self._home_move_id, self._block_bytes = home_move_id, block_bytes
+        self._ends_at = asyncio.get_running_loop().time() + deadline_seconds
+        self._given_up = asyncio.Event()
+        self._bound: asyncio.Timeout | None = None
+        self._progress = Progress(phase=record.phase)
+        self._entered_at = time.monotonic()
+        self._span = Span("")
+        self._phase_span = Span("")
+
+    def abandon(self, why: str) -> bool:
+        """Roll back, if it has not switched; False where it has."""
+        if not can_abandon(self.record.phase):
+            return False
+        self._fail(why)
+        self._given_up.set()
+        if self._bound is not None:
+            self._bound.reschedule(asyncio.get_running_loop().time())
+        return True
+
+    async def run(self) -> None:
+        """Through all phases to `done` or `failed`."""
+        record = self.record
+        self._span = start_span(
+            "move", move_id=record.move_id, host=record.host_name, is_return=record.is_return
+        )
+        self._on_change(record)
+        try:
+            while not is_over(self.record.phase):
+                self._enter(next_phase(self._progress))
+                await self._do(self.record.phase)
+        finally:
+            self._phase_span.end()
+            self._span.end(self.record.error)
+
+    async def _do(self, phase: MovePhase) -> None:
+        act = {
+            MovePhase.RESERVING: self._way.reserve,
+            MovePhase.COPYING: self._begin,
+            MovePhase.CATCHING_UP: self._round,
+            MovePhase.SWITCHING: self._switch,
+            MovePhase.RELEASING: self._way.release,
+            MovePhase.ROLLING_BACK: self._way.roll_back,
+        }.get(phase)
+        if act is None:
+            return
+        try:
+            if can_abandon(phase) and phase is not MovePhase.SWITCHING:
+                async with asyncio.timeout_at(self._ends_at) as self._bound:
+                    await act()
+            else:
+                await act()
+        except TimeoutError:
+            self._fail("it had not switched by its deadline")
+        except WHY_BROKEN as error:
+            self._fail(str(error))
+        finally:
+            self._bound = None
+
+    async def _begin(self) -> None:
+        num_left = await self._way.begin(self._count_weights)
+        self._progress = replace(self._progress, num_left_blocks=num_left)
+        await self._copy()
+
+    async def _round(self) -> None:
+        num_rounds = self._progress.num_rounds + 1
+        self._progress = replace(self._progress, num_rounds=num_rounds)
+        self.record = replace(self.record, num_rounds=num_rounds)
+        await self._copy()
+
+    async def _copy(self) -> None:
+        """As much as is left now; what is written meanwhile is left to the next round."""
+        num_left = num_before = self._progress.num_left_blocks
+        num_bytes = 0
+        while num_left and num_bytes < num_before * self._block_bytes:
+            piece = await self._home.copy_some(self._home_move_id, self._pace.piece_bytes)
+            await self._way.settle()  # no more is under way than the host takes
+            num_left, num_bytes = piece.num_left_blocks, num_bytes + piece.num_copied_bytes
+            await self._count_kv(piece.num_copied_bytes)
+            if not piece.num_copied_bytes:
+                break
+        self._progress = replace(self._progress, num_left_blocks=num_left, num_left_before=num_before)
+
+    async def _switch(self) -> None:
+        """Not cut off: it is over soon, or waits, and then the engine is told to give it up."""
+        switching = asyncio.ensure_future(self._home.switch(self._home_move_id))
+        given_up = asyncio.ensure_future(self._given_up.wait())
+        try:
+            seconds_left = self._ends_at - asyncio.get_running_loop().time()
+            await asyncio.wait(
+                {switching, given_up}, timeout=max(0.0, seconds_left), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not switching.done():
+                await self._home.cancel_move(self._home_move_id)
+            switched = await switching
+        finally:
+            given_up.cancel()
+            switching.cancel()
+        self.record = replace(
+            self.record,
+            num_kv_bytes=switched.num_bytes,
+            epoch=self._home.placement.epoch,
+            pause_seconds=switched.pause_seconds,
+            num_blocks_before=switched.num_blocks_before,
+            num_blocks_after=switched.num_blocks_after,
+            error="",
+        )
+        self._progress = replace(self._progress, trouble="")
+
+    async def _count_kv(self, num_bytes: int) -> None:
+        self.record = replace(self.record, num_kv_bytes=self.record.num_kv_bytes + num_bytes)
+        await self._pace.passed(num_bytes)
+
+    async def _count_weights(self, num_bytes: int) -> None:
+        self.record = replace(self.record, num_weight_bytes=self.record.num_weight_bytes + num_bytes)
+        await self._pace.passed(num_bytes)
+
+    def _fail(self, why: str) -> None:
+        """The first reason counts."""
+        if not self._progress.trouble:
+            self._progress = replace(self._progress, trouble=why)
+            self.record = replace(self.record, error=why)
+
+    def _enter(self, phase: MovePhase) -> None:
+        before, now = self.record.phase, time.monotonic()
+        if phase is before:
+            return
+        seconds = dict(self.record.phase_seconds)
+        seconds[before.value] = seconds.get(before.value, 0.0) + now - self._entered_at
+        self._entered_at = now
+        self._phase_span.end(self._progress.trouble)
+        ended = time.time() if is_over(phase) else 0.0
+        if not ended:
+            self._phase_span = start_span(f"move.{phase.value}", self._span.traceparent)
+        self._progress = replace(self._progress, phase=phase)
+        self.record = replace(self.record, phase=phase, phase_seconds=seconds, ended_unix_seconds=ended)
+        log.info(
+            "move_entered_phase", move_id=self.record.move_id, phase=phase.value, error=self.record.error
+        )
+        self._on_change(self.record)

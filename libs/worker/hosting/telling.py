@@ -1,0 +1,54 @@
+"""Tells the mesh of placements and moves. What nobody can hear is not kept: it is told again anyway."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn
+
+import structlog
+
+from libs.bus.messages.migration import MoveRecord, MoveTold, PlacementTold
+from libs.bus.port import Bus, BusError
+
+TELL_SECONDS = 1.0
+_MAX_UNTOLD = 64
+
+log = structlog.get_logger()
+
+
+class Telling:
+    """`placement` gives what is to be told once a second and after `changed`."""
+
+    def __init__(self, bus: Bus, placement: Callable[[], PlacementTold]) -> None:
+        self._bus, self._placement = bus, placement
+        self._untold: deque[MoveRecord] = deque(maxlen=_MAX_UNTOLD)
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        """Something is different now."""
+        self._changed.set()
+
+    def moved(self, record: MoveRecord) -> None:
+        """A move entered a phase."""
+        self._untold.append(record)
+        self._changed.set()
+
+    async def run(self) -> NoReturn:
+        """Tell, for ever."""
+        while True:
+            self._changed.clear()
+            try:
+                await self._tell()
+            except BusError as error:
+                log.debug("placement_not_told", error=str(error))
+            try:
+                async with asyncio.timeout(TELL_SECONDS):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    async def _tell(self) -> None:
+        while self._untold:
+            await self._bus.publish(MoveTold(move=self._untold[0]))
+            self._untold.popleft()
+        await self._bus.publish(self._placement())

@@ -1,0 +1,159 @@
+"""The two ways that a module moves: what each asks of the host, of the weights and of the engine."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+from libs.engine.hosting.port import HostLost
+from libs.model.layer_weights import layer_tensors, layer_weight_bytes
+from libs.model.model import Model
+from libs.placement.placement import Placed
+from libs.worker.hosting.frames import PIECE_BYTES
+from libs.worker.hosting.home import Home
+from libs.worker.hosting.host_link import HostLink
+
+CountWeights = Callable[[int], Awaitable[None]]
+"""So many bytes of weights have travelled; returns when more may."""
+
+
+class Way(Protocol):
+    """What a move does in its phases, apart from copying KV and switching, which is one for both."""
+
+    async def reserve(self) -> None:
+        """Make sure of all that the switch will need."""
+        ...
+
+    async def begin(self, count_weights: CountWeights) -> int:
+        """Bring the weights, begin with the KV. Blocks to copy."""
+        ...
+
+    async def settle(self) -> None:
+        """Returns when the host has done what it was asked so far."""
+        ...
+
+    async def release(self) -> None:
+        """Free what moved where it was."""
+        ...
+
+    async def roll_back(self) -> None:
+        """As if nothing had been begun."""
+        ...
+
+
+class Away:
+    """From home to a host. `connect` gives the Link, a new one or one that stands."""
+
+    def __init__(
+        self,
+        home: Home,
+        connect: Callable[[], Awaitable[HostLink]],
+        placed: Placed,
+        *,
+        num_blocks_wanted: int,
+        num_blocks_least: int,
+    ) -> None:
+        self._home, self._connect, self._placed = home, connect, placed
+        self._num_blocks_wanted, self._num_blocks_least = num_blocks_wanted, num_blocks_least
+        self._host: HostLink | None = None
+        self._model_after: Model | None = None
+
+    async def reserve(self) -> None:
+        """See Way."""
+        placed, model = self._placed, self._home.model
+        self._host = await self._connect()
+        num_blocks = await self._host.open(
+            placed.move_id,
+            placed.module,
+            num_blocks_wanted=self._num_blocks_wanted,
+            num_blocks_least=self._num_blocks_least,
+            weight_bytes=0
+            if placed.has_weights_at_home
+            else len(placed.module.layers) * layer_weight_bytes(model.config, model.dtype),
+        )
+        self._placed = _with_blocks(placed, num_blocks)
+
+    async def begin(self, count_weights: CountWeights) -> int:
+        """See Way."""
+        placed, model, host = self._placed, self._home.model, self._opened()
+        if not placed.has_weights_at_home:
+            for layer in placed.module.layers:
+                tensors = await asyncio.to_thread(layer_tensors, model.layer(layer))
+                for name, tensor in tensors.items():
+                    await self._send(host, layer, name, tensor, count_weights)
+            self._model_after = model.without_layers(placed.module.layers)
+        return await self._home.begin_move(placed, host, model_after=self._model_after)
+
+    async def settle(self) -> None:
+        """See Way."""
+        await self._opened().settle()
+
+    async def release(self) -> None:
+        """See Way. The switch gave the pool its new layout; the weights go with the last who holds them."""
+        self._model_after = None
+
+    async def roll_back(self) -> None:
+        """See Way."""
+        await self._home.cancel_move(self._placed.move_id)
+        if self._host is not None:
+            with suppress(HostLost):  # nothing of it is left there then
+                await self._host.close_module(self._placed.move_id)
+
+    async def _send(
+        self, host: HostLink, layer: int, name: str, tensor: torch.Tensor, count_weights: CountWeights
+    ) -> None:
+        flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+        for first in range(0, flat.numel(), PIECE_BYTES):
+            piece = flat[first : first + PIECE_BYTES]
+            await host.send_weights(self._placed.move_id, layer, name, first, piece)
+            await count_weights(piece.numel())
+
+    def _opened(self) -> HostLink:
+        if self._host is None:
+            raise RuntimeError("a module is reserved at its host before it is copied")
+        return self._host
+
+
+class Return:
+    """Home again. `find` gives the Link that stands, if it does."""
+
+    def __init__(self, home: Home, find: Callable[[], HostLink | None], placed: Placed) -> None:
+        self._home, self._find, self._placed = home, find, placed
+        self._model_after: Model | None = None
+
+    async def reserve(self) -> None:
+        """See Way. Weights that travelled are read again from where the model was loaded."""
+        model, layers = self._home.model, self._placed.module.layers
+        if not self._placed.has_weights_at_home:
+            loaded = await asyncio.to_thread(model.reload_layers, layers)
+            self._model_after = model.with_layers(loaded)
+
+    async def begin(self, count_weights: CountWeights) -> int:
+        """See Way."""
+        return await self._home.begin_return(self._placed.move_id, model_after=self._model_after)
+
+    async def settle(self) -> None:
+        """See Way. What is read is there when it was read."""
+
+    async def release(self) -> None:
+        """See Way."""
+        if (host := self._find()) is not None:
+            with suppress(HostLost):  # nothing of it is left there then
+                await host.close_module(self._placed.move_id)
+
+    async def roll_back(self) -> None:
+        """See Way."""
+        self._model_after = None
+        await self._home.cancel_move(self._placed.move_id)
+
+
+def _with_blocks(placed: Placed, num_blocks: int) -> Placed:
+    return Placed(
+        move_id=placed.move_id,
+        module=placed.module,
+        worker=placed.worker,
+        has_weights_at_home=placed.has_weights_at_home,
+        num_blocks=num_blocks,
+    )
