@@ -1,0 +1,68 @@
+"""How loaded a device is: compute, memory and queue, smoothed, and the one number that is balanced."""
+
+import math
+from dataclasses import dataclass
+
+from libs.balancing.footprint import memory_share
+from libs.balancing.mesh_view import Device
+from libs.balancing.settings import BalancingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLoad:
+    """Shares: of the busy seconds that the device may have, of its memory, and queued work in units of
+    `queue_seconds`."""
+
+    compute: float
+    memory: float
+    queue: float
+
+
+@dataclass(frozen=True, slots=True)
+class Smoothed:
+    """Exponentially weighted means, and the time they are of."""
+
+    load: DeviceLoad
+    at_seconds: float
+
+
+def load_of(device: Device, settings: BalancingSettings) -> DeviceLoad:
+    """As reported now."""
+    return DeviceLoad(
+        compute=device.busy_share / device.device_share if device.device_share > 0 else 1.0,
+        memory=memory_share(device),
+        queue=device.queued_seconds / settings.queue_seconds,
+    )
+
+
+def smooth(before: Smoothed | None, load: DeviceLoad, now: float, settings: BalancingSettings) -> Smoothed:
+    """What is older than `smoothing_seconds` counts a third, whatever the time between two rounds."""
+    if before is None:
+        return Smoothed(load, now)
+    keep = math.exp(-max(0.0, now - before.at_seconds) / settings.smoothing_seconds)
+    old = before.load
+
+    def mix(earlier: float, later: float) -> float:
+        return keep * earlier + (1 - keep) * later
+
+    mixed = DeviceLoad(
+        mix(old.compute, load.compute), mix(old.memory, load.memory), mix(old.queue, load.queue)
+    )
+    return Smoothed(mixed, now)
+
+
+def utilization(load: DeviceLoad, settings: BalancingSettings) -> float:
+    """The weighted sum that the loop balances."""
+    return (
+        settings.compute_weight * load.compute
+        + settings.memory_weight * load.memory
+        + settings.queue_weight * min(load.queue, settings.max_queue)
+    )
+
+
+def is_memory_bound(load: DeviceLoad, settings: BalancingSettings) -> bool:
+    """Whether memory weighs more in its utilization than what it computes and what waits for that."""
+    working = settings.compute_weight * load.compute + settings.queue_weight * min(
+        load.queue, settings.max_queue
+    )
+    return settings.memory_weight * load.memory > working

@@ -1,0 +1,79 @@
+"""Bytes: what a module takes at its host, and how many blocks an instance has when some of it is away."""
+
+from libs.balancing.mesh_view import Device
+from libs.placement.module import Module, ModuleKind
+from libs.placement.placement import Placement
+
+
+def num_slots(placement: Placement, module: Module) -> int:
+    """`(layer, KV head)` pairs of a module; 0 for lent blocks, which are no part of a block."""
+    if module.kind is ModuleKind.TOKENS:
+        return 0
+    num_heads = len(module.kv_heads) if module.kind is ModuleKind.HEADS else placement.num_kv_heads
+    return len(module.layers) * num_heads
+
+
+def resident_share(placement: Placement) -> float:
+    """The part of a block that lies at home."""
+    num_all = placement.num_layers * placement.num_kv_heads
+    return 1.0 - sum(num_slots(placement, one.module) for one in placement.placed) / num_all
+
+
+def module_block_bytes(device: Device, module: Module) -> float:
+    """What one block of the home takes at the host of this module."""
+    if module.kind is ModuleKind.TOKENS:
+        return float(device.shape.block_bytes)
+    placement = device.placement
+    return (
+        device.shape.block_bytes
+        * num_slots(placement, module)
+        / (placement.num_layers * placement.num_kv_heads)
+    )
+
+
+def usable_bytes(device: Device) -> float:
+    """Of its memory for its own blocks; weights that went away have left theirs."""
+    freed = sum(
+        len(one.module.layers) * device.shape.layer_weight_bytes
+        for one in device.placement.placed
+        if not one.has_weights_at_home
+    )
+    known = device.memory_bytes or device.hosted_bytes + _pool_bytes(device)
+    return max(0.0, known + freed - device.hosted_bytes)
+
+
+def capacity(device: Device, placement: Placement, own_bytes: float) -> int:
+    """Blocks of the instance with this placement, in so many bytes at home: never more than each host keeps
+    for it."""
+    per_block = device.shape.block_bytes * resident_share(placement)
+    at_home = int(own_bytes / per_block) if per_block > 0 else device.num_blocks
+    kept = [
+        one.num_blocks
+        for one in placement.placed
+        if one.num_blocks and one.module.kind is not ModuleKind.TOKENS
+    ]
+    lent = sum(one.num_blocks for one in placement.lent())
+    return min([at_home, *kept]) + lent
+
+
+def room_bytes(host: Device) -> float:
+    """What it could give to one more module: not what its own blocks in use take, nor its least pool."""
+    num_kept = max(host.num_used_blocks, host.num_least_blocks)
+    return max(0.0, usable_bytes(host) - num_kept * host.shape.block_bytes * resident_share(host.placement))
+
+
+def memory_share(device: Device) -> float:
+    """What others have of it for good, and of the rest as much as its pool is full."""
+    fullness = device.num_used_blocks / device.num_blocks if device.num_blocks else 0.0
+    own = usable_bytes(device)
+    return taken_share(device.hosted_bytes, own, fullness)
+
+
+def taken_share(hosted_bytes: float, own_bytes: float, fullness: float) -> float:
+    """Memory that is taken, by hosted modules and by a pool so full, as a share of both."""
+    whole = hosted_bytes + own_bytes
+    return (hosted_bytes + own_bytes * min(1.0, fullness)) / whole if whole > 0 else 0.0
+
+
+def _pool_bytes(device: Device) -> float:
+    return device.num_blocks * device.shape.block_bytes * resident_share(device.placement)

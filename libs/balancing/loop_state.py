@@ -1,0 +1,66 @@
+"""What the loop remembers from one round to the next. A new leader begins with an empty one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from libs.balancing.device_load import Smoothed, load_of, smooth
+from libs.balancing.ledger import update_ledger
+from libs.balancing.mesh_view import BringHome, Decision, Flip, MeshView, MoveAway, UnderWay
+from libs.balancing.settings import BalancingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """Times are those of `now`."""
+
+    number: int = 0
+    loads: Mapping[str, Smoothed] = field(default_factory=dict[str, Smoothed])
+    """By worker."""
+    is_balancing: bool = False
+    num_calm_rounds: int = 0
+    """In which the gap stayed below `delta_lo`."""
+    rests_until: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By worker: no move of the loop begins there before."""
+    under_way: tuple[UnderWay, ...] = ()
+    ledger: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By move: since when the module that it brought away has been seen there."""
+    flips_rest_until: float = float("-inf")
+
+
+def look(state: LoopState, view: MeshView, settings: BalancingSettings, now: float) -> LoopState:
+    """The state with this round's loads. Who is new rests until its load has been smoothed, who took part in
+    a move that ended rests for the cooldown."""
+    loads = {
+        device.worker: smooth(state.loads.get(device.worker), load_of(device, settings), now, settings)
+        for device in view.devices
+    }
+    rests = {worker: until for worker, until in state.rests_until.items() if until > now and worker in loads}
+    for worker in loads.keys() - state.loads.keys():
+        rests[worker] = now + 2 * settings.smoothing_seconds
+    going_on = {move.move_id for move in view.under_way}
+    for move in state.under_way:
+        if move.move_id not in going_on:
+            rests |= dict.fromkeys((move.instance, move.host), now + settings.cooldown_seconds)
+    return replace(
+        state,
+        number=state.number + 1,
+        loads=loads,
+        rests_until=rests,
+        under_way=view.under_way,
+        ledger=update_ledger(state.ledger, view, now),
+    )
+
+
+def after(state: LoopState, decision: Decision, settings: BalancingSettings, now: float) -> LoopState:
+    """The state once this was decided. Those who take part rest, whatever comes of it."""
+    workers: tuple[str, ...]
+    match decision:
+        case MoveAway(instance, host) | BringHome(instance, host):
+            workers = (instance, host)
+        case Flip(worker):
+            state = replace(state, flips_rest_until=now + settings.flip_cooldown_seconds)
+            workers = (worker,)
+        case None:
+            return state
+    rests = dict(state.rests_until) | dict.fromkeys(workers, now + settings.cooldown_seconds)
+    return replace(state, rests_until=rests)

@@ -1,0 +1,168 @@
+"""What a move would make of its two devices, how long it takes, and what each step pays for it afterwards."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from libs.balancing.device_load import DeviceLoad, Smoothed, utilization
+from libs.balancing.footprint import (
+    capacity,
+    module_block_bytes,
+    num_slots,
+    room_bytes,
+    taken_share,
+    usable_bytes,
+)
+from libs.balancing.mesh_view import BringHome, Device, MoveAway, Role
+from libs.balancing.settings import BalancingSettings
+from libs.cost.migration import LinkCost, kv_bytes, move_seconds, step_overhead_seconds, weight_bytes
+from libs.placement.module import Module, ModuleKind
+from libs.placement.placement import Placed, Placement
+
+PREFILL_STEP_TOKENS = 512
+"""Tokens of a step of prompts, as good as any guess: the steps are not reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Two devices after a move."""
+
+    home: DeviceLoad
+    host: DeviceLoad
+    move_seconds: float
+    overhead_seconds: float
+    """More for each step of the home; negative where it gets shorter."""
+    num_steps_per_second: float
+    num_blocks: int
+    """The home's afterwards."""
+
+
+def predict_away(
+    move: MoveAway, home: Device, host: Device, loads: Mapping[str, Smoothed], settings: BalancingSettings
+) -> Predicted:
+    """Work is taken to take the same busy seconds on either device; load that waits goes with it."""
+    before_home, before_host = loads[home.worker].load, loads[host.worker].load
+    share = _work_share(home.placement, move.module, settings)
+    own = before_home.compute * _own_part(home)
+    moved_seconds = own * share * home.device_share
+
+    num_weight_bytes = weight_bytes(home.shape, move.module, with_weights=move.with_weights)
+    num_blocks, hosted_bytes = _room_for(move, home, host, num_weight_bytes)
+    home_bytes = usable_bytes(home) + num_weight_bytes
+    return Predicted(
+        home=DeviceLoad(
+            before_home.compute - own * share,
+            taken_share(home.hosted_bytes, home_bytes, home.num_used_blocks / max(1, num_blocks)),
+            before_home.queue * (1 - share),
+        ),
+        host=DeviceLoad(
+            before_host.compute + moved_seconds / host.device_share,
+            _memory_with(host, hosted_bytes),
+            before_host.queue,
+        ),
+        move_seconds=_move_seconds(home, move.module, num_weight_bytes, settings),
+        overhead_seconds=_overhead_seconds(home, move.module, settings),
+        num_steps_per_second=_steps_per_second(home),
+        num_blocks=num_blocks,
+    )
+
+
+def predict_home(
+    move: BringHome, home: Device, host: Device, loads: Mapping[str, Smoothed], settings: BalancingSettings
+) -> Predicted:
+    """The way back. The busy seconds of a module are its part of what the host spends for all it hosts."""
+    placed = home.placement.get(move.move_id)
+    if placed is None:
+        raise ValueError(f"no module that move {move.move_id} brought away is away from {home.name}")
+    before_home, before_host = loads[home.worker].load, loads[host.worker].load
+    hosted = before_host.compute * (1 - _own_part(host)) * host.device_share
+    held_bytes = placed.num_blocks * module_block_bytes(home, placed.module)
+    weights = 0 if placed.has_weights_at_home else len(placed.module.layers) * home.shape.layer_weight_bytes
+    moved_seconds = hosted * min(1.0, (held_bytes + weights) / max(1, host.hosted_bytes))
+
+    after = home.placement.without(move.move_id)
+    home_bytes = usable_bytes(home) - weights
+    num_blocks = capacity(home, after, home_bytes)
+    return Predicted(
+        home=DeviceLoad(
+            before_home.compute + moved_seconds / home.device_share,
+            taken_share(home.hosted_bytes, home_bytes, home.num_used_blocks / max(1, num_blocks)),
+            before_home.queue,
+        ),
+        host=DeviceLoad(
+            max(0.0, before_host.compute - moved_seconds / host.device_share),
+            _memory_with(host, -held_bytes - weights),
+            before_host.queue,
+        ),
+        move_seconds=_move_seconds(home, placed.module, weights, settings),
+        overhead_seconds=-_overhead_seconds(home, placed.module, settings),
+        num_steps_per_second=_steps_per_second(home),
+        num_blocks=num_blocks,
+    )
+
+
+def peak(predicted: Predicted, settings: BalancingSettings) -> float:
+    """The greater utilization of the two."""
+    return max(utilization(predicted.home, settings), utilization(predicted.host, settings))
+
+
+def _own_part(device: Device) -> float:
+    """Of its busy seconds, those for its own instance."""
+    if device.busy_share <= 0:
+        return 1.0
+    return 1.0 - min(1.0, device.hosted_busy_share / device.busy_share)
+
+
+def _work_share(placement: Placement, module: Module, settings: BalancingSettings) -> float:
+    """The part of what home computes for its instance that a module takes along."""
+    num_home_layers = sum(len(run.layers) for run in placement.layer_runs() if not run.move_id)
+    if module.kind is ModuleKind.LAYERS:
+        return len(module.layers) / max(1, num_home_layers)
+    if module.kind is ModuleKind.TOKENS:
+        return settings.attention_share / 2
+    num_home_slots = num_home_layers * placement.num_kv_heads
+    return settings.attention_share * num_slots(placement, module) / max(1, num_home_slots)
+
+
+def _room_for(move: MoveAway, home: Device, host: Device, num_weight_bytes: int) -> tuple[int, float]:
+    """The home's blocks afterwards, and the bytes that the host gives."""
+    per_block = module_block_bytes(home, move.module)
+    room = max(0.0, room_bytes(host) - num_weight_bytes)
+    num_granted = int(room / per_block)
+    if move.module.kind is ModuleKind.TOKENS:
+        num_granted = min(num_granted, move.num_blocks or num_granted)
+        return home.num_blocks + num_granted, num_granted * per_block
+    placed = Placed(move_id="", module=move.module, worker=host.worker, num_blocks=max(1, num_granted))
+    after = msgspec.structs.replace(home.placement, placed=(*home.placement.placed, placed))
+    num_blocks = capacity(home, after, usable_bytes(home) + num_weight_bytes)
+    return num_blocks, num_blocks * per_block + num_weight_bytes
+
+
+def _memory_with(host: Device, more_bytes: float) -> float:
+    """The host's share of taken memory when modules of others take so many bytes more."""
+    own = max(0.0, usable_bytes(host) - more_bytes)
+    num_blocks = capacity(host, host.placement, own)
+    fullness = host.num_used_blocks / num_blocks if num_blocks > 0 else 1.0
+    return taken_share(max(0.0, host.hosted_bytes + more_bytes), own, fullness)
+
+
+def _link(settings: BalancingSettings) -> LinkCost:
+    return LinkCost(settings.link_bytes_per_second, settings.link_latency_seconds)
+
+
+def _move_seconds(home: Device, module: Module, num_weight_bytes: int, settings: BalancingSettings) -> float:
+    num_kv_bytes = kv_bytes(home.shape, module, home.num_used_blocks)
+    return move_seconds(_link(settings), num_weight_bytes, num_kv_bytes, sync_seconds=0.1)
+
+
+def _overhead_seconds(home: Device, module: Module, settings: BalancingSettings) -> float:
+    return step_overhead_seconds(_link(settings), home.shape, module, _step_tokens(home))
+
+
+def _step_tokens(home: Device) -> float:
+    return PREFILL_STEP_TOKENS if home.role is Role.PREFILL else max(1, home.num_running)
+
+
+def _steps_per_second(home: Device) -> float:
+    return home.tokens_per_second / _step_tokens(home)

@@ -1,0 +1,107 @@
+"""The workers as this coordinator hears them: presence, load reports, placements. `now` is unix seconds."""
+
+from collections.abc import Iterable
+
+from libs.balancing.mesh_view import Device, MeshView, Role, UnderWay
+from libs.bus.messages.migration import PlacementTold
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.cost.migration import shape_of
+from libs.placement.placement import Placement
+
+WORKERS = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
+
+
+class Cluster:
+    """What is known of each worker, by incarnation; forgotten with its presence."""
+
+    def __init__(self, stale_after_seconds: float) -> None:
+        self._stale_after_seconds = stale_after_seconds
+        self._members: dict[str, Presence] = {}
+        self._reports: dict[str, tuple[LoadReport, float]] = {}
+        self._told: dict[str, PlacementTold] = {}
+
+    def set_members(self, members: Iterable[Presence]) -> None:
+        """Everybody who is there now, in order of arrival."""
+        self._members = {one.incarnation: one for one in members if one.kind in WORKERS}
+        self._reports = {worker: one for worker, one in self._reports.items() if worker in self._members}
+        self._told = {worker: one for worker, one in self._told.items() if worker in self._members}
+
+    def hear_load(self, report: LoadReport, now: float) -> None:
+        """Late ones are dropped, and those of whom nobody knows."""
+        known = self._reports.get(report.incarnation)
+        if report.incarnation in self._members and (known is None or known[0].sequence < report.sequence):
+            self._reports[report.incarnation] = report, now
+
+    def hear_placement(self, told: PlacementTold) -> None:
+        """The home is the authority; a lower epoch is older than what is known."""
+        home = told.placement.home
+        known = self._told.get(home)
+        if home in self._members and (known is None or known.placement.epoch <= told.placement.epoch):
+            self._told[home] = told
+
+    def get(self, worker: str) -> Presence | None:
+        """By incarnation, in any state."""
+        return self._members.get(worker)
+
+    def find(self, who: str) -> Presence | None:
+        """A ready worker by incarnation or name; of several with a name, the last that came."""
+        found = [
+            one
+            for one in self._members.values()
+            if who in (one.incarnation, one.name) and one.state is ServiceState.READY
+        ]
+        return found[-1] if found else None
+
+    def placement(self, worker: str) -> Placement | None:
+        """Of its own instance, as it told."""
+        told = self._told.get(worker)
+        return told.placement if told else None
+
+    def name(self, worker: str) -> str:
+        """For people; the incarnation where nobody is there any more."""
+        member = self._members.get(worker)
+        return member.name if member else worker
+
+    def view(self, under_way: Iterable[UnderWay], now: float) -> MeshView:
+        """Ready workers of whom all is known and fresh."""
+        devices: list[Device] = []
+        for worker, presence in self._members.items():
+            report, heard_at = self._reports.get(worker, (None, 0.0))
+            told = self._told.get(worker)
+            is_usable = presence.state is ServiceState.READY and now - heard_at < self._stale_after_seconds
+            if report and told and is_usable and (device := _device(presence, report.load, told.placement)):
+                devices.append(device)
+        return MeshView(tuple(devices), tuple(under_way))
+
+
+def role_of(presence: Presence) -> Role:
+    """What its instance does."""
+    if presence.kind is ServiceKind.PREFILL_WORKER:
+        return Role.PREFILL
+    return Role.BOTH if presence.runs_prompts else Role.DECODE
+
+
+def _device(presence: Presence, load: WorkerLoad, placement: Placement) -> Device | None:
+    shape = shape_of(presence)
+    if shape is None:
+        return None
+    return Device(
+        worker=presence.incarnation,
+        name=presence.name,
+        role=role_of(presence),
+        fingerprint=presence.model_fingerprint,
+        can_host=bool(presence.hosting_address),
+        shape=shape,
+        placement=placement,
+        device_share=presence.device_share,
+        busy_share=load.busy_share,
+        hosted_busy_share=load.hosted_busy_share,
+        queued_seconds=load.queued_seconds,
+        tokens_per_second=load.tokens_per_second,
+        num_running=load.num_running,
+        memory_bytes=presence.kv_memory_bytes,
+        hosted_bytes=load.num_hosted_bytes,
+        num_blocks=load.num_blocks,
+        num_used_blocks=load.num_used_blocks,
+        num_least_blocks=-(-presence.max_model_len // shape.block_size),
+    )

@@ -1,0 +1,199 @@
+"""From a wish, by hand or of the loop, to the order for a home worker; or why not. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from libs.balancing.mesh_view import BringHome, MoveAway
+from libs.bus.messages.migration import (
+    DenialReason,
+    MoveDenied,
+    MovePhase,
+    MoveRecord,
+    PlanMove,
+    StartMove,
+)
+from libs.bus.messages.presence import Presence
+from libs.placement.module import Module, ModuleKind
+from libs.placement.placement import BadPlacement, Placed, Placement, check_module
+from services.migration_coordinator.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A move to ask its home for, and how it stands in the history until the home tells of it."""
+
+    home: str
+    start: StartMove
+    record: MoveRecord
+
+
+class Denied(Exception):
+    """A move that cannot begin."""
+
+    def __init__(self, reason: DenialReason, detail: str, epoch: int = -1) -> None:
+        super().__init__(detail)
+        self.answer = MoveDenied(reason=reason, detail=detail, epoch=epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What holds for every order."""
+
+    max_moves: int
+    deadline_seconds: float
+
+
+def order_by_hand(
+    plan: PlanMove, move_id: str, cluster: Cluster, under_way: Sequence[MoveRecord], rules: Rules, now: float
+) -> Order:
+    """Raises Denied. The epoch is compared here already; the home compares it again."""
+    home = cluster.find(plan.instance)
+    placement = cluster.placement(home.incarnation) if home else None
+    if home is None or placement is None:
+        raise Denied(
+            DenialReason.NOT_FOUND, f"there is no ready worker {plan.instance!r} that tells its placement"
+        )
+    if plan.expected_epoch not in (None, placement.epoch):
+        raise Denied(
+            DenialReason.STALE_EPOCH,
+            f"the placement of {home.name} has epoch {placement.epoch}, not {plan.expected_epoch}",
+            placement.epoch,
+        )
+    _check_budget(home, under_way, rules, placement.epoch)
+    if plan.returned_move_id:
+        placed = _placed(placement, plan, home)
+        return _order(move_id, home.incarnation, placement, placed.worker, cluster, rules, now, placed=placed)
+    host = _host_for(plan, home, placement, cluster)
+    return _order(
+        move_id,
+        home.incarnation,
+        placement,
+        host.incarnation,
+        cluster,
+        rules,
+        now,
+        module=plan.module,
+        with_weights=plan.with_weights,
+        num_blocks=plan.num_blocks,
+    )
+
+
+def order_of_loop(
+    decision: MoveAway | BringHome, move_id: str, reason: str, cluster: Cluster, rules: Rules, now: float
+) -> Order:
+    """Raises Denied where its worker has gone meanwhile."""
+    placement = cluster.placement(decision.instance)
+    if placement is None:
+        raise Denied(DenialReason.NOT_FOUND, f"the worker {decision.instance} is gone")
+    home, host = decision.instance, decision.host
+    if isinstance(decision, BringHome):
+        placed = placement.get(decision.move_id)
+        if placed is None:
+            raise Denied(DenialReason.NOT_FOUND, f"nothing of move {decision.move_id} is away")
+        return _order(move_id, home, placement, host, cluster, rules, now, placed=placed, reason=reason)
+    return _order(
+        move_id,
+        home,
+        placement,
+        host,
+        cluster,
+        rules,
+        now,
+        module=decision.module,
+        with_weights=decision.with_weights,
+        num_blocks=decision.num_blocks,
+        reason=reason,
+    )
+
+
+def _check_budget(home: Presence, under_way: Sequence[MoveRecord], rules: Rules, epoch: int) -> None:
+    if any(one.instance == home.incarnation for one in under_way):
+        raise Denied(DenialReason.BUSY, f"a move of {home.name} is under way", epoch)
+    if len(under_way) >= rules.max_moves:
+        raise Denied(DenialReason.BUSY, f"{len(under_way)} moves are under way, as many as may be", epoch)
+
+
+def _placed(placement: Placement, plan: PlanMove, home: Presence) -> Placed:
+    if plan.module is not None or plan.host:
+        raise Denied(DenialReason.INVALID, "a module goes away or comes home, not both", placement.epoch)
+    placed = placement.get(plan.returned_move_id)
+    if placed is None:
+        raise Denied(
+            DenialReason.NOT_FOUND,
+            f"nothing that move {plan.returned_move_id} brought away from {home.name} is away",
+            placement.epoch,
+        )
+    return placed
+
+
+def _host_for(plan: PlanMove, home: Presence, placement: Placement, cluster: Cluster) -> Presence:
+    def refuse(detail: str, reason: DenialReason = DenialReason.INVALID) -> Denied:
+        return Denied(reason, detail, placement.epoch)
+
+    if plan.module is None:
+        raise refuse("name the module that goes away, or the move that is to be undone")
+    host = cluster.find(plan.host)
+    if host is None:
+        raise refuse(f"there is no ready worker {plan.host!r}", DenialReason.NOT_FOUND)
+    if host.incarnation == home.incarnation:
+        raise refuse(f"{home.name} is the module's home already")
+    if not host.hosting_address:
+        raise refuse(f"{host.name} hosts no modules")
+    if host.model_fingerprint != home.model_fingerprint:
+        raise refuse(f"{host.name} runs another model than {home.name}")
+    if plan.with_weights and plan.module.kind is not ModuleKind.LAYERS:
+        raise refuse(f"weights travel with layers only, not with {plan.module.kind.value}")
+    try:
+        check_module(placement, plan.module)
+    except BadPlacement as error:
+        raise refuse(str(error)) from error
+    return host
+
+
+def _order(
+    move_id: str,
+    home: str,
+    placement: Placement,
+    host: str,
+    cluster: Cluster,
+    rules: Rules,
+    now: float,
+    *,
+    module: Module | None = None,
+    placed: Placed | None = None,
+    with_weights: bool = False,
+    num_blocks: int = 0,
+    reason: str = "manual",
+) -> Order:
+    moved = placed.module if placed else module
+    if moved is None:
+        raise Denied(DenialReason.INVALID, "no module is named", placement.epoch)
+    returned_move_id = placed.move_id if placed else ""
+    start = StartMove(
+        move_id=move_id,
+        module=module,
+        returned_move_id=returned_move_id,
+        host="" if placed else host,
+        with_weights=with_weights,
+        num_blocks=num_blocks,
+        expected_epoch=placement.epoch,
+        deadline_seconds=rules.deadline_seconds,
+        reason=reason,
+    )
+    record = MoveRecord(
+        move_id=move_id,
+        instance=home,
+        instance_name=cluster.name(home),
+        host=host,
+        host_name=cluster.name(host),
+        module=moved,
+        is_return=placed is not None,
+        returned_move_id=returned_move_id,
+        with_weights=with_weights,
+        phase=MovePhase.PLANNED,
+        expected_epoch=placement.epoch,
+        epoch=placement.epoch,
+        reason=reason,
+        started_unix_seconds=now,
+    )
+    return Order(home, start, record)
