@@ -146,7 +146,10 @@ def _message(header: Header, body: Bytes, *, is_view: bool) -> Message:
         end = start + prod(part.shape) * dtype.itemsize
         if end > body.size:
             raise BadFrame(f"tensors of {end} bytes in a body of {body.size}")
-        tensors.append(torch.from_numpy(body[start:end]).view(dtype).view(part.shape))
+        if start == end:
+            tensors.append(torch.empty(part.shape, dtype=dtype))
+        else:
+            tensors.append(torch.from_numpy(body[start:end]).view(dtype).view(part.shape))
     if end != body.size:
         raise BadFrame(f"tensors of {end} bytes in a body of {body.size}")
     return Message(header.head, tuple(tensors), is_view)
