@@ -112,11 +112,15 @@ class BlockAllocator:
 
     def live(self) -> set[int]:
         """Blocks whose content matters: held or cached."""
-        return {block for block, count in enumerate(self._references) if count} | set(self._cached)
+        return self.held() | set(self._cached)
 
-    def forget_cached(self) -> None:
-        """Frees all blocks that are held by name only."""
-        while self._cached:
+    def held(self) -> set[int]:
+        """Blocks that somebody holds."""
+        return {block for block, count in enumerate(self._references) if count}
+
+    def forget_cached(self, *, keep: int = 0) -> None:
+        """Frees blocks that are held by name only, but for the `keep` that were released last."""
+        while len(self._cached) > keep:
             self._free.append(self._evict())
 
     def resize(self, num_blocks: int, moved: Mapping[int, int]) -> None:

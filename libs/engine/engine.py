@@ -21,10 +21,21 @@ from libs.cost.prefill import DEFAULT_PREFILL_COST, PrefillCost
 from libs.engine.engine_core import EngineCore
 from libs.engine.engine_thread import Command, EngineThread, Post
 from libs.engine.errors import EngineClosed, EngineDied, TooManyCommands
-from libs.engine.outputs import EngineListener, LayerOutput, Reservation, SequenceFailed, TokenOutput
+from libs.engine.hosting.port import Host
+from libs.engine.meter import Meter
+from libs.engine.moves import Moves
+from libs.engine.outputs import (
+    CopyProgress,
+    EngineListener,
+    LayerOutput,
+    Reservation,
+    SequenceFailed,
+    Switched,
+    TokenOutput,
+)
 from libs.engine.settings import EngineSettings
 from libs.model.model import Model
-from libs.placement.placement import Placement
+from libs.placement.placement import Placed, Placement, all_home
 from libs.request.generation import Generation
 
 __all__ = [
@@ -50,20 +61,25 @@ class Engine:
         settings: EngineSettings,
         listener: EngineListener,
         *,
-        placement: Placement | None = None,
+        home: str = "home",
         attention: PagedAttention | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._listener = listener
         self._settings = settings
+        self._placement = all_home(home, model.config.num_layers, model.config.num_kv_heads)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._away = Meter()
         self._open: Callable[..., EngineCore] = lambda on_layers, between_layers: EngineCore(
             model,
             settings,
-            placement=placement,
+            home=home,
             attention=attention,
             clock=clock,
             on_layers=on_layers,
             between_layers=between_layers,
+            on_placement=self._tell_placement,
+            away=self._away,
         )
         self._thread: EngineThread | None = None
         self._opened: asyncio.Future[None] | None = None
@@ -76,7 +92,7 @@ class Engine:
         """Allocates the pool and starts the thread. Raises what opening the pool raises."""
         if self._thread is not None:
             raise EngineClosed("an engine starts once; make a new one")
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self._opened, self._ended = loop.create_future(), loop.create_future()
         self._thread = EngineThread(self._open, self._hear, loop=loop, num_threads=self._settings.num_threads)
         self._thread.start()
@@ -202,13 +218,87 @@ class Engine:
         if self._thread is not None and not self._is_over:
             self._thread.mailbox.put(Command(lambda core: core.budget.set_limit(hand_over_bytes)))
 
+    @property
+    def placement(self) -> Placement:
+        """Where the instance's modules are, as of the last change that `on_placement` told."""
+        return self._placement
+
+    async def capacity_with(self, placed: Placed) -> int:
+        """Blocks that this worker's own memory would hold after that move: what to ask the host for.
+
+        Of lent blocks: those here, without any lent. Raises BadPlacement.
+        """
+        num_blocks: int = await self._ask(lambda core: core.moves.home_blocks_with(placed))
+        return num_blocks
+
+    async def begin_move(self, placed: Placed, host: Host, *, model_after: Model | None = None) -> int:
+        """A module begins to move to `host`, which holds `placed.num_blocks` for it; returns the blocks to
+        copy. `model_after` where its weights travel: the model without them.
+
+        One move at a time. From now on `copy_some` until little is left, then `switch`; or `cancel_move`.
+        Raises MoveRefused, BadPlacement.
+        """
+        num_blocks: int = await self._move(lambda moves: moves.begin(placed, host, model_after))
+        return num_blocks
+
+    async def begin_return(self, move_id: str, *, model_after: Model | None = None) -> int:
+        """The module that this move brought away begins to come home; goes on as after `begin_move`.
+        `model_after` where its weights had travelled: the model with them. Raises MoveRefused.
+        """
+        num_blocks: int = await self._move(lambda moves: moves.begin_return(move_id, model_after))
+        return num_blocks
+
+    async def copy_some(self, move_id: str, max_bytes: int) -> CopyProgress:
+        """Copies a piece of KV between two steps, at least a block. Raises MoveRefused, HostLost."""
+        progress: CopyProgress = await self._move(lambda moves: moves.copy_some(move_id, max_bytes))
+        return progress
+
+    async def switch(self, move_id: str) -> Switched:
+        """Between two steps: the last of the KV, the new layout, the new placement.
+
+        Waits until no step is put aside; cancel the move to end the wait. Raises MoveRefused, HostLost.
+        """
+        switched: Switched = await self._move(lambda moves: moves.switch(move_id))
+        return switched
+
+    async def cancel_move(self, move_id: str) -> None:
+        """Nothing moves; no effect where it has switched, or never began."""
+        await self._move(lambda moves: moves.cancel(move_id))
+
+    async def lose_host(self, worker: str, why: str) -> None:
+        """A host is gone: its modules are home again, without their KV.
+
+        Sequences are computed again from their tokens; those that await KV from outside fail with PEER_LOST.
+        No effect where it hosts nothing. Ends the engine where weights that travelled cannot be read again.
+        """
+        await self._ask(lambda core: core.lose_host(worker, why))
+
+    async def _move(self, act: Callable[[Moves], Any]) -> Any:
+        return await self._ask(lambda core: core.move(act))
+
+    def _tell_placement(self, placement: Placement, lost: str) -> None:
+        """On the engine's thread."""
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._hear_placement, placement, lost)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            return
+
+    def _hear_placement(self, placement: Placement, lost: str) -> None:
+        self._placement = placement
+        self._listener.on_placement(placement, lost)
+
     def load(self) -> WorkerLoad:
         """What the engine holds and does, as of its last step; `recent_request_ids` is empty."""
         if self._thread is None:
             return WorkerLoad()
         busy_share, tokens_per_second = self._thread.meter.rates()
         return msgspec.structs.replace(
-            self._thread.load, busy_share=busy_share, tokens_per_second=tokens_per_second
+            self._thread.load,
+            busy_share=busy_share,
+            tokens_per_second=tokens_per_second,
+            away_share=self._away.rates()[0],
         )
 
     def prefill_cost(self) -> PrefillCost:

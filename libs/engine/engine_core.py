@@ -4,11 +4,14 @@ Synchronous, and owned by whoever calls it; the clock is given, so that deadline
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as Rowwise
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 import msgspec
+import numpy as np
 import structlog
 import torch
 
@@ -16,23 +19,37 @@ from kernels.paged_attention.contract import PagedAttention
 from libs.bus.messages.presence import WorkerLoad
 from libs.cost.estimators import PrefillEstimator
 from libs.cost.prefill import num_pairs
+from libs.engine.arrangement import Arrangement
 from libs.engine.attention import fitting_attention
-from libs.engine.errors import BadBlocks
+from libs.engine.commit import commit
 from libs.engine.hand_over import HandOverBudget
+from libs.engine.home import Home
+from libs.engine.hosting.hosted_modules import HostedModules
+from libs.engine.hosting.port import HostLost
+from libs.engine.hosts import Hosts, Wait, result_now
+from libs.engine.incoming import Incoming
 from libs.engine.ledger import Ledger
 from libs.engine.loading import LoadingStep, LoadingSteps
+from libs.engine.lost_host import lose_host
+from libs.engine.meter import Meter
+from libs.engine.moves import Moves
+from libs.engine.not_yet import NotYet
 from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, StepOutput, TokenOutput
 from libs.engine.pool import BlockLayout, Pool
 from libs.engine.ragged import RaggedBatch, Span, ragged_batch
 from libs.engine.runner import Runner, leaving
-from libs.engine.sampler import NOT_FINITE, Sampled, sample
 from libs.engine.scheduler import Chunk, Limits, Schedule, schedule
 from libs.engine.sequence import Sequence, SequenceState
 from libs.engine.settings import EngineSettings, pool_blocks
+from libs.engine.travelled_weights import TravelledWeights
+from libs.engine.whole_kv import WholeKv
+from libs.model.layer import layer_bytes
 from libs.model.model import Model
 from libs.placement.placement import Placement, all_home
 from libs.request.generation import Generation
 from libs.request.outcome import FailureReason
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -45,11 +62,16 @@ def _ignore_pause() -> None:
     """Where nothing waits for the gap between two layers."""
 
 
+def _ignore_placement(placement: Placement, lost: str) -> None:
+    """Where nobody moves anything."""
+
+
 class EngineCore:
     """Model, pool and sequences of one worker.
 
     `on_layers` hears KV to hand over while a step runs; `between_layers` is called after each layer, and may
-    call `write_blocks` and nothing else.
+    call `write_blocks` and run pieces of `hosted`, and nothing else. So may `wait`, which waits for hosts;
+    `away` measures it.
     """
 
     def __init__(
@@ -57,19 +79,20 @@ class EngineCore:
         model: Model,
         settings: EngineSettings,
         *,
-        placement: Placement | None = None,
+        home: str = "home",
         attention: PagedAttention | None = None,
         clock: Callable[[], float] = time.time,
         on_layers: Callable[[list[LayerOutput]], None] = _ignore_layers,
         between_layers: Callable[[], None] = _ignore_pause,
+        on_placement: Callable[[Placement, str], None] = _ignore_placement,
+        wait: Wait = result_now,
+        away: Meter | None = None,
     ) -> None:
         config = model.config
-        placement = placement or all_home("home", config.num_layers, config.num_kv_heads)
+        placement = all_home(home, config.num_layers, config.num_kv_heads)
         layout = BlockLayout(placement.resident_slots(), settings.block_size, config.head_dim, model.dtype)
-        self.model = model
         self.settings = settings
-        self.placement = placement
-        self.pool = Pool(layout, pool_blocks(settings, layout.block_bytes), model.device)
+        self.pool = _pool(model, settings, layout)
         self.ledger = Ledger(
             settings,
             self.pool.num_blocks,
@@ -79,67 +102,63 @@ class EngineCore:
             num_layers=config.num_layers,
         )
         self.budget = HandOverBudget(settings.hand_over_bytes, layout.block_bytes)
-        self._clock = clock
-        self._has_just_loaded = False
         self.prefill = PrefillEstimator()
-        self._has_measured = False
+        self._clock = clock
+        self._has_just_loaded = self._has_measured = False
         self._on_layers = on_layers
+        self._failed: list[SequenceFailed] = []
+        hosts = Hosts(wait, away or Meter())
+        self._kv = WholeKv(self.pool, hosts, placement)
         self._runner = Runner(
             model,
             self.pool,
-            placement,
+            self._kv,
             attention or fitting_attention(model, self.pool.layer(0)),
             on_layers=self._layers_done,
             between_layers=between_layers,
         )
         self._loading = LoadingSteps(self.ledger, self._runner)
+        self._arrangement = Arrangement(self.pool, self.ledger, self._kv, self._runner)
+        self._home = Home(
+            self.pool,
+            self.ledger,
+            hosts,
+            self._runner,
+            self._loading,
+            self._arrangement,
+            TravelledWeights(self.pool),
+            on_placement,
+        )
+        self.hosted = HostedModules(
+            model, self.pool, self, partial(fitting_attention, model), worker=placement.home
+        )
+        self.moves = Moves(self._home, self.hosted)
+        self._incoming = Incoming(self.ledger, self._loading, self._kv, layout, self.moves.wrote)
+
+    @property
+    def model(self) -> Model:
+        """Less the layers whose weights are away."""
+        return self._runner.model
+
+    @property
+    def placement(self) -> Placement:
+        """Where everything is."""
+        return self._kv.placement
 
     def reserve(self, generation: Generation, sequence_id: str, *, whole_prompt: bool) -> Reservation | None:
         """See `Engine.reserve`."""
         return self.ledger.reserve(generation, sequence_id, whole_prompt=whole_prompt)
 
     def write_blocks(self, sequence_id: str, layer: int, first_block: int, blocks: torch.Tensor) -> bool:
-        """KV of one layer into reserved blocks; False where the sequence does not await KV (any more).
-
-        Blocks found by name are skipped: others read them. Raises BadBlocks for a wrong shape or place.
-        """
-        sequence = self.ledger.sequences.get(sequence_id)
-        if sequence is None or (sequence.is_begun and not sequence.is_loading):
-            return False
-        if not 0 <= layer < self.model.config.num_layers:
-            raise BadBlocks(f"layer {layer} of {self.model.config.num_layers} does not exist")
-        kv, end = self.pool.layer(layer), first_block + len(blocks)
-        if blocks.shape[1:] != kv.shape[1:] or blocks.dtype != kv.dtype:
-            raise BadBlocks(
-                f"blocks of shape {tuple(blocks.shape)} and {blocks.dtype}; this pool's are "
-                f"{(len(blocks), *kv.shape[1:])} and {kv.dtype}"
-            )
-        arrivals = self.ledger.arrivals(sequence)
-        if first_block < 0 or end > arrivals.end_block:
-            raise BadBlocks(
-                f"blocks {first_block} to {end} of {sequence_id!r}, which takes {arrivals.end_block} blocks"
-            )
-        if sequence.state is SequenceState.RESERVED:
-            sequence.go(SequenceState.LOADING)
-        start = max(first_block, sequence.num_found_blocks)
-        if start < end and not (sequence.is_begun and arrivals.has(layer, start, end)):
-            ids = torch.tensor(sequence.blocks[start:end], dtype=torch.int64, device=kv.device)
-            with torch.inference_mode():
-                kv[ids] = blocks[start - first_block :].to(kv.device)
-            arrivals.add(layer, start, end)
-        if sequence.is_loading and arrivals.are_complete and not self._loading.has_begun(sequence):
-            self.ledger.loaded(sequence)
-        return True
+        """See `Engine.write_blocks`."""
+        return self._incoming.write(sequence_id, layer, first_block, blocks)
 
     def read_blocks(self, names: Rowwise[bytes]) -> torch.Tensor:
-        """A copy of the longest prefix of `names` that is here.
-
-        Shape `[n, num_layers, num_kv_heads, 2, block_size, head_dim]`, n <= len(names).
-        """
+        """See `Engine.read_blocks`."""
         config = self.model.config
-        ids = torch.tensor(self.ledger.allocator.find(names), dtype=torch.int64, device=self.model.device)
-        with torch.inference_mode():
-            blocks = self.pool.blocks.index_select(0, ids)
+        ids = np.array(self.ledger.allocator.find(names), dtype=np.int64)
+        with torch.inference_mode(), self._losing_hosts():
+            blocks = self._kv.read(range(config.num_layers), ids)
         return blocks.view(len(ids), config.num_layers, config.num_kv_heads, *blocks.shape[2:])
 
     def begin(
@@ -173,6 +192,30 @@ class EngineCore:
         if sequence is not None:
             self.ledger.end(sequence)
 
+    def move(self, act: Callable[[Moves], T]) -> T:
+        """Runs one operation of a move. Raises what it raises; a lost host is dealt with before."""
+        with torch.inference_mode(), self._losing_hosts():
+            return act(self.moves)
+
+    def lose_host(self, worker: str, why: str, cut: Collection[Sequence] = ()) -> None:
+        """See `Engine.lose_host`. Of `cut` sequences, a step that broke has handed over some layers."""
+        with torch.inference_mode():
+            self.moves.lose(worker)
+            self._failed += lose_host(self._home, worker, why, cut)
+        self.hosted.model = self.model
+
+    def least_blocks(self) -> int:
+        """See OwnPool."""
+        return self._arrangement.least_blocks(self._home.weights.num_grown_bytes)
+
+    def resize(self, num_blocks: int | None) -> None:
+        """See OwnPool."""
+        if self._loading.are_under_way:
+            self._loading.is_paused = True
+            raise NotYet
+        with torch.inference_mode():
+            self._arrangement.resize(num_blocks)
+
     def load(self) -> WorkerLoad:
         """What is held and to be done."""
         load = self.ledger.load(self.prefill.cost)
@@ -182,32 +225,22 @@ class EngineCore:
 
     def fail_all(self, reason: FailureReason, detail: str) -> list[SequenceFailed]:
         """Ends every sequence, whatever it is doing."""
-        return [self._fail(sequence, reason, detail) for sequence in list(self.ledger.sequences.values())]
-
-    def next_deadline(self) -> float | None:
-        """Unix seconds of the earliest deadline of all sequences."""
-        sequences = self.ledger.sequences.values()
-        return min((sequence.generation.deadline_unix_seconds for sequence in sequences), default=None)
+        return [
+            self.ledger.fail(sequence, reason, detail) for sequence in list(self.ledger.sequences.values())
+        ]
 
     def seconds_to_deadline(self) -> float | None:
         """Until the earliest deadline, from 0 to an hour; None without sequences."""
-        deadline = self.next_deadline()
+        deadline = self.ledger.next_deadline()
         return None if deadline is None else min(max(0.0, deadline - self._clock()), 3600.0)
-
-    def expire(self) -> list[SequenceFailed]:
-        """Ends every sequence whose deadline has passed."""
-        deadline, now = self.next_deadline(), self._clock()
-        if deadline is None or deadline > now:
-            return []
-        late = [one for one in self.ledger.sequences.values() if one.generation.deadline_unix_seconds <= now]
-        return [self._fail(one, FailureReason.DEADLINE, "its deadline passed in the engine") for one in late]
 
     def step(self) -> StepOutput:
         """One step, or as much of a loading sequence's step as its KV allows; the two take turns.
 
         An error inside fails the sequences of this step, and no other.
         """
-        output = StepOutput(failed=self.expire())
+        output = StepOutput(failed=self.ledger.expire(self._clock()) + self._failed)
+        self._failed = []
         self._loading.forget_ended()
         self._has_just_loaded = not self._has_just_loaded and self._step_loading(output)
         if not self._has_just_loaded:
@@ -215,7 +248,10 @@ class EngineCore:
             if output.is_idle:
                 self._has_just_loaded = self._step_loading(output)
                 output.is_idle = not self._has_just_loaded
+        output.failed += self._failed
+        self._failed = []
         output.stored, output.removed = self.ledger.allocator.take_changes()
+        self._loading.is_paused = False  # who still wants it asks for it again
         return output
 
     def _step_together(self, output: StepOutput) -> None:
@@ -227,7 +263,8 @@ class EngineCore:
             # A preemption may have freed more than the scheduler could foresee: look again.
             output.is_idle = not plan.preempted
             return
-        with self._failing([*plan.decodes, *(chunk.sequence for chunk in plan.chunks)], output):
+        cut = [chunk.sequence for chunk in plan.chunks if chunk.num_handed_blocks]
+        with self._failing([*plan.decodes, *(chunk.sequence for chunk in plan.chunks)], output, cut):
             began = time.perf_counter()
             self._run(plan, spans, output)
             self._measure(plan.decodes, spans, time.perf_counter() - began)
@@ -266,16 +303,40 @@ class EngineCore:
         self._has_measured = True
 
     @contextmanager
-    def _failing(self, sequences: list[Sequence], output: StepOutput) -> Generator[None]:
-        """For what runs the model: whatever breaks it, its sequences are told, those that have not ended."""
+    def _failing(
+        self, sequences: list[Sequence], output: StepOutput, cut: Collection[Sequence] = ()
+    ) -> Generator[None]:
+        """For what runs the model: whatever breaks it, its sequences are told, those that have not ended.
+
+        A lost host breaks more than them, and is no fault of theirs: most go on.
+        """
         try:
             with torch.inference_mode():
                 yield
+        except HostLost as lost:
+            _log.warning("engine_lost_host", worker=lost.worker, reason=str(lost))
+            if not any(placed.worker == lost.worker for placed in self.placement.placed):
+                output.failed += self._fail_live(sequences, FailureReason.PEER_LOST, str(lost))
+            self.lose_host(lost.worker, str(lost), cut)
         except Exception as error:  # noqa: BLE001 - the boundary of a step
             _log.exception("engine_step_failed", num_sequences=len(sequences))
-            live = [sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED]
             detail = f"{type(error).__name__}: {error}"
-            output.failed += [self._fail(sequence, FailureReason.INTERNAL, detail) for sequence in live]
+            output.failed += self._fail_live(sequences, FailureReason.INTERNAL, detail)
+
+    @contextmanager
+    def _losing_hosts(self) -> Generator[None]:
+        """For commands that wait for hosts."""
+        try:
+            yield
+        except HostLost as lost:
+            self.lose_host(lost.worker, str(lost))
+            raise
+
+    def _fail_live(
+        self, sequences: list[Sequence], reason: FailureReason, detail: str
+    ) -> list[SequenceFailed]:
+        live = [sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED]
+        return [self.ledger.fail(sequence, reason, detail) for sequence in live]
 
     def _limits(self) -> Limits:
         return Limits(
@@ -308,47 +369,18 @@ class EngineCore:
         logits: torch.Tensor | None,
         output: StepOutput,
     ) -> None:
-        """What a step computed becomes part of its sequences: KV, and the next token where one is chosen."""
-        ledger, sampled = self.ledger, None
-        chosen = [*decodes, *(span.sequence for span in spans if span.end > span.first and span.wants_token)]
-        if batch is not None and logits is not None:
-            sampled = sample(logits, ledger.rows, batch.rows, chosen)
-            ledger.rows.append(batch.rows, sampled.token_ids)
-        for sequence in decodes:
-            ledger.computed(sequence, sequence.num_tokens)
-        for chunk, span in zip(chunks, spans, strict=True):
-            chunk.sequence.num_handed_blocks += chunk.num_handed_blocks
-            ledger.computed(span.sequence, span.end)
-        if sampled is not None:
-            self._take_tokens(chosen, sampled, output)
-
-    def _take_tokens(self, chosen: list[Sequence], sampled: Sampled, output: StepOutput) -> None:
-        for index, (sequence, token_id) in enumerate(zip(chosen, sampled.token_ids.tolist(), strict=True)):
-            if token_id == NOT_FINITE:
-                output.failed.append(
-                    self._fail(sequence, FailureReason.INTERNAL, "the model's logits are NaN")
-                )
-                continue
-            finish = sequence.append(token_id)
-            token = TokenOutput(
-                sequence.id,
-                sequence.num_output_tokens - 1,
-                token_id,
-                sampled.logprobs.get(index),
-                finish,
-                sequence.num_cached_tokens if sequence.is_first_token else 0,
-                sequence.prefill_started_unix_seconds if sequence.is_first_token else 0.0,
-            )
-            sequence.is_first_token = False
-            (output.prompts_done if sequence.hand_over else output.tokens).append(token)
-            if finish is not None or sequence.hand_over:
-                self.ledger.end(sequence)
+        if batch is not None and self.moves.is_under_way:
+            self.moves.wrote(np.unique(batch.slots // self.settings.block_size).tolist())
+        commit(self.ledger, decodes, chunks, spans, batch, logits, output)
 
     def _layers_done(self, outputs: list[LayerOutput]) -> None:
         for one in outputs:
             self.budget.take(one)
         self._on_layers(outputs)
 
-    def _fail(self, sequence: Sequence, reason: FailureReason, detail: str) -> SequenceFailed:
-        self.ledger.end(sequence)
-        return SequenceFailed(sequence.id, reason, detail)
+
+def _pool(model: Model, settings: EngineSettings, layout: BlockLayout) -> Pool:
+    """With room to grow by the weights of layers that leave."""
+    num_blocks = pool_blocks(settings, layout.block_bytes)
+    weights = sum(layer_bytes(layer) for layer in model.weights.layers.values())
+    return Pool(layout, num_blocks, model.device, max_bytes=num_blocks * layout.block_bytes + weights)

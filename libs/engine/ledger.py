@@ -6,6 +6,7 @@ with LENGTH.
 
 import math
 from bisect import insort
+from collections.abc import Mapping
 from operator import attrgetter
 
 import numpy as np
@@ -23,13 +24,14 @@ from libs.engine.errors import (
     UnknownSequence,
     WrongState,
 )
-from libs.engine.outputs import Reservation, TokenOutput
+from libs.engine.outputs import Reservation, SequenceFailed, TokenOutput
 from libs.engine.ragged import Span
 from libs.engine.rows import Rows
 from libs.engine.scheduler import Chunk, Schedule, blocks_for
 from libs.engine.sequence import Sequence, SequenceState
 from libs.engine.settings import EngineSettings
 from libs.request.generation import Generation
+from libs.request.outcome import FailureReason
 
 _SEQUENCES_PER_SEAT = 4
 """Sequences held at once per sequence of a step: begun ones that wait cost memory, and gain nothing."""
@@ -168,6 +170,25 @@ class Ledger:
         sequence.blocks = []
         self.sequences.pop(sequence.id, None)
 
+    def fail(self, sequence: Sequence, reason: FailureReason, detail: str) -> SequenceFailed:
+        """Ends it, and says why."""
+        self.end(sequence)
+        return SequenceFailed(sequence.id, reason, detail)
+
+    def next_deadline(self) -> float | None:
+        """Unix seconds of the earliest deadline of all sequences."""
+        deadlines = (sequence.generation.deadline_unix_seconds for sequence in self.sequences.values())
+        return min(deadlines, default=None)
+
+    def expire(self, now: float) -> list[SequenceFailed]:
+        """Ends every sequence whose deadline has passed."""
+        deadline = self.next_deadline()
+        if deadline is None or deadline > now:
+            return []
+        late = [one for one in self.sequences.values() if one.generation.deadline_unix_seconds <= now]
+        detail = "its deadline passed in the engine"
+        return [self.fail(one, FailureReason.DEADLINE, detail) for one in late]
+
     def apply(self, plan: Schedule[Sequence], now: float) -> list[Span]:
         """Moves blocks as the schedule says; returns what is to be computed of each chunk."""
         self.is_short_of_blocks = plan.is_short_of_blocks
@@ -195,6 +216,31 @@ class Ledger:
     def num_freed(self, sequence: Sequence) -> int:
         """Blocks that preempting it would free."""
         return self.allocator.num_exclusive(sequence.blocks)
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks held by sequences that were not begun, and so cannot be preempted."""
+        return len({block for one in self.sequences.values() if not one.is_begun for block in one.blocks})
+
+    def preempt_youngest(self) -> None:
+        """Takes the blocks of the youngest begun sequence that holds some."""
+        self._preempt(next(one for one in reversed(self.by_age) if one.blocks))
+
+    def preempt_all(self) -> None:
+        """Takes the blocks of all begun sequences."""
+        for sequence in self.by_age:
+            if sequence.state is not SequenceState.PREEMPTED:
+                self._preempt(sequence)
+
+    def rename_blocks(self, num_blocks: int, moved: Mapping[int, int]) -> None:
+        """There are `num_blocks` now, and live blocks got other ids."""
+        self.allocator.resize(num_blocks, moved)
+        if not moved:
+            return
+        for sequence in self.sequences.values():
+            sequence.blocks = [moved.get(block, block) for block in sequence.blocks]
+            if sequence.row >= 0:
+                self.rows.set_blocks(sequence, 0)
 
     def load(self, prefill_cost: PrefillCost) -> WorkerLoad:
         """Counts, and the work that they mean at this cost; the rates are the meter's."""

@@ -58,10 +58,18 @@ class LoadingSteps:
     def __init__(self, ledger: Ledger, runner: Runner) -> None:
         self._ledger, self._runner = ledger, runner
         self._steps: dict[Sequence, LoadingStep] = {}
+        self.is_paused = False
+        """None begins, so that those under way come to an end."""
 
     def has_begun(self, sequence: Sequence) -> bool:
         """Whether a step of it is under way."""
         return sequence in self._steps
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether some step has begun and is not over: it knows blocks by their ids."""
+        self.forget_ended()
+        return bool(self._steps)
 
     @property
     def num_leaving_blocks(self) -> int:
@@ -72,6 +80,8 @@ class LoadingSteps:
         """The step of a loading sequence; begins one where the first layer is whole and `limits` allow it."""
         if sequence in self._steps:
             return self._steps[sequence]
+        if self.is_paused:
+            return None
         arrivals = self._ledger.arrivals(sequence)
         chunk = loading_chunk(sequence, limits) if arrivals.is_whole(self._runner.first_layer) else None
         if chunk is None:

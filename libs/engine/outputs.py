@@ -74,6 +74,26 @@ class Reservation:
     num_cached_blocks: int
 
 
+@dataclass(frozen=True)
+class CopyProgress:
+    """After a piece of KV was copied: blocks that are left now, and the bytes of the piece."""
+
+    num_left_blocks: int
+    num_copied_bytes: int
+
+
+@dataclass(frozen=True)
+class Switched:
+    """A module is where it should be. `pause_seconds`: no step could run meanwhile; `num_bytes` of KV were
+    copied in all; the pool had so many blocks before and after."""
+
+    placement: Placement
+    pause_seconds: float
+    num_bytes: int
+    num_blocks_before: int
+    num_blocks_after: int
+
+
 class EngineListener(Protocol):
     """Hears what the engine makes. Called on the event loop, synchronously; must not block."""
 

@@ -9,14 +9,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.paged_attention.contract import AttentionBatch, PagedAttention
+from kernels.paged_attention.contract import PagedAttention
+from libs.engine.hosting.calls import RunLayers
 from libs.engine.outputs import LayerOutput
 from libs.engine.pool import Pool
 from libs.engine.ragged import RaggedBatch
 from libs.engine.scheduler import Chunk
 from libs.engine.sequence import Sequence
+from libs.engine.split_attention import HeadsAttention, LayerAttention, LentAttention, WholeAttention
+from libs.engine.step_tensors import StepTensors, on_device, step_tensors
+from libs.engine.whole_kv import WholeKv
 from libs.model.model import Model
-from libs.placement.placement import Placement
+from libs.placement.placement import LayerRun
 
 Layerwise = Generator[int, None, torch.Tensor | None]
 """A step that yields each layer before it touches the layer's KV; returns the logits."""
@@ -28,7 +32,7 @@ class HandOver:
 
     sequence_id: str
     first_block: int
-    blocks: list[int]
+    blocks: NDArray[np.int64]
 
 
 class Runner:
@@ -38,35 +42,40 @@ class Runner:
         self,
         model: Model,
         pool: Pool,
-        placement: Placement,
+        kv: WholeKv,
         attention: PagedAttention,
         *,
         on_layers: Callable[[list[LayerOutput]], None],
         between_layers: Callable[[], None],
     ) -> None:
         self.model = model
-        self.pool = pool
         self.attention = attention
         self.on_layers = on_layers
         self.between_layers = between_layers
-        self._layers = [layer for run in placement.layer_runs() for layer in run.layers]
+        self._pool, self._kv, self._hosts = pool, kv, kv.hosts
         self._scale = 1 / math.sqrt(model.config.head_dim)
-        self.refresh()
+        self.refresh(model)
 
     @property
     def first_layer(self) -> int:
         """The layer that a step runs first."""
-        return self._layers[0]
+        return 0
 
-    def refresh(self) -> None:
-        """Takes the pool's views anew, as after a change of its layout."""
-        self._kv = [self.pool.layer(layer) for layer in self._layers]
+    def refresh(self, model: Model) -> None:
+        """Takes model, placement and the pool's views anew, as after a change of them. Steps that are put
+        aside are void."""
+        self.model = model
+        self._runs = list(self._kv.placement.layer_runs())
+        home = self._kv.placement.home
+        own = [layer for run in self._runs if run.worker == home and not run.move_id for layer in run.layers]
+        self._attention_of = {layer: self._attention(layer) for layer in own}
+        self._first_lent = self._pool.num_blocks if self._kv.placement.lent() else None
 
     def run(self, batch: RaggedBatch, hand_overs: Rowwise[HandOver]) -> torch.Tensor | None:
         """float32 logits `[N, vocab]` of the rows that want them, None where none does.
 
-        Writes KV of all tokens into the pool. `on_layers` hears the hand-overs after each layer's KV is
-        written.
+        Writes KV of all tokens. `on_layers` hears the hand-overs after each layer's KV is written. Raises
+        HostLost.
         """
         layers = self.layerwise(batch, hand_overs)
         while True:
@@ -77,76 +86,110 @@ class Runner:
                 return logits
 
     def layerwise(self, batch: RaggedBatch, hand_overs: Rowwise[HandOver]) -> Layerwise:
-        """The same, stopping before each layer's KV is read or written."""
+        """The same, stopping before each layer's KV is read or written; before those that a host runs, for
+        all of these."""
         model, device = self.model, self.model.device
-        hidden = model.embed(_tensor(batch.token_ids, device))
-        rotary = model.rotary(_tensor(batch.positions, device))
-        slots = _tensor(batch.slots, device)
-        attention_batch = AttentionBatch(
-            _tensor(batch.block_tables, device),
-            _tensor(batch.context_lens, device),
-            _tensor(batch.query_starts, device),
-            batch.max_query_len,
-            batch.max_context_len,
-        )
-        leaving = self._leaving(hand_overs)
-        last = self._layers[-1]
-        for layer, kv in zip(self._layers, self._kv, strict=True):
-            q, k, v = model.attention_inputs(layer, hidden, rotary)
-            yield layer
-            self.attention.write_kv(k, v, kv, slots)
-            if leaving:
-                self._hand_over(layer, kv, leaving)
-            if layer == last and not len(batch.rows):
-                return None
-            attended = self.attention.attend(q, kv, attention_batch, self._scale)
-            if layer == last and batch.last_tokens is not None:
-                wanted = _tensor(batch.last_tokens, device)  # nothing reads the other rows any more
-                hidden, attended = hidden[wanted], attended[wanted]
-            hidden = model.mlp(layer, model.attention_output(layer, hidden, attended))
-            self.between_layers()
-        return model.logits(hidden)
+        hidden = model.embed(on_device(batch.token_ids, device))
+        rotary = model.rotary(on_device(batch.positions, device))
+        block_size = self._pool.layout.block_size
+        step = step_tensors(batch, rotary, device, first_lent=self._first_lent, block_size=block_size)
+        for run in self._runs:
+            if run.move_id:
+                yield from run.layers
+                hidden = self._run_away(run, hidden, step, hand_overs)
+                continue
+            for layer in run.layers:
+                q, k, v = model.attention_inputs(layer, hidden, rotary)
+                yield layer
+                attend = self._attention_of[layer].store(q, k, v, step)
+                self._hand_over(range(layer, layer + 1), hand_overs)
+                if layer == model.config.num_layers - 1:
+                    if not len(batch.rows):
+                        return None
+                    hidden, attended = _wanted(batch, hidden, attend())
+                else:
+                    attended = attend()
+                hidden = model.mlp(layer, model.attention_output(layer, hidden, attended))
+                self.between_layers()
+        return model.logits(hidden) if len(batch.rows) else None
 
     def copy_out(self, hand_overs: Rowwise[HandOver]) -> None:
-        """Hands over blocks whose KV was found, not computed."""
+        """Hands over blocks whose KV was found, not computed. Raises HostLost."""
         for _ in self.copy_out_layerwise(hand_overs):
             pass
 
     def copy_out_layerwise(self, hand_overs: Rowwise[HandOver]) -> Layerwise:
         """The same, stopping before each layer is copied."""
-        leaving = self._leaving(hand_overs)
-        for layer, kv in zip(self._layers, self._kv, strict=True):
-            yield layer
-            if leaving:  # What was found may go beyond a chunk that fills no block.
-                self._hand_over(layer, kv, leaving)
+        for run in self._runs:
+            if run.move_id:
+                yield from run.layers
+                self._hand_over(run.layers, hand_overs)
+                continue
+            for layer in run.layers:
+                yield layer
+                # What was found may go beyond a chunk that fills no block.
+                self._hand_over(range(layer, layer + 1), hand_overs)
         return None
 
-    def _leaving(self, hand_overs: Rowwise[HandOver]) -> list[tuple[HandOver, torch.Tensor]]:
-        device = self.model.device
-        return [(one, torch.tensor(one.blocks, dtype=torch.int64).to(device)) for one in hand_overs]
+    def _run_away(
+        self, run: LayerRun, hidden: torch.Tensor, step: StepTensors, hand_overs: Rowwise[HandOver]
+    ) -> torch.Tensor:
+        """Whole layers, by the host that has them."""
+        self._hosts.begin(run.worker, step.told)
+        answer = self._hosts.call(run.worker, RunLayers(run.move_id, hidden))
+        self._hand_over(run.layers, hand_overs)
+        hidden = self._hosts.wait(answer).to(hidden.device)
+        self.between_layers()
+        return hidden
 
-    def _hand_over(self, layer: int, kv: torch.Tensor, leaving: list[tuple[HandOver, torch.Tensor]]) -> None:
-        self.on_layers(
-            [
-                LayerOutput(one.sequence_id, layer, one.first_block, kv.index_select(0, blocks))
-                for one, blocks in leaving
-            ]
+    def _hand_over(self, layers: range, hand_overs: Rowwise[HandOver]) -> None:
+        """One call per layer, all KV heads, wherever they lie."""
+        if not hand_overs:
+            return
+        num_heads = self.model.config.num_kv_heads
+        blocks = [self._kv.read(layers, one.blocks) for one in hand_overs]
+        for index, layer in enumerate(layers):
+            heads = slice(index * num_heads, (index + 1) * num_heads)
+            self.on_layers(
+                [
+                    LayerOutput(one.sequence_id, layer, one.first_block, kv[:, heads].contiguous())
+                    for one, kv in zip(hand_overs, blocks, strict=True)
+                ]
+            )
+
+    def _attention(self, layer: int) -> LayerAttention:
+        placement, config = self._kv.placement, self.model.config
+        kv = self._pool.layer(layer)
+        own = WholeAttention(self.attention, kv, self._scale)
+        if lent := placement.lent():
+            return LentAttention(self.attention, kv, self._scale, self._hosts, layer, lent[0])
+        if not (away := placement.heads_away(layer)):
+            return own
+        return HeadsAttention(
+            own,
+            self._hosts,
+            layer,
+            away,
+            num_kv_heads=config.num_kv_heads,
+            num_queries_per_head=config.num_heads // config.num_kv_heads,
         )
+
+
+def _wanted(
+    batch: RaggedBatch, hidden: torch.Tensor, attended: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that want logits: nothing reads the others any more after the last layer's attention."""
+    if batch.last_tokens is None:
+        return hidden, attended
+    wanted = on_device(batch.last_tokens, hidden.device)
+    return hidden[wanted], attended[wanted]
 
 
 def leaving(chunks: Iterable[Chunk[Sequence]]) -> list[HandOver]:
     """What chunks that are placed hand over."""
     return [
-        HandOver(one.sequence.id, first, one.sequence.blocks[first : first + one.num_handed_blocks])
+        HandOver(one.sequence.id, first, np.array(one.sequence.blocks[first : first + one.num_handed_blocks]))
         for one in chunks
         if one.num_handed_blocks
         for first in [one.sequence.num_handed_blocks]
     ]
-
-
-def _tensor(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """The array on the device; no copy on the CPU, and on CUDA one that the host does not wait for."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

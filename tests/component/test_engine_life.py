@@ -21,8 +21,8 @@ from engine_harness import reserve_and_begin as begin
 
 from kernels.paged_attention.reference import ReferenceAttention
 from libs.engine.engine import Engine, EngineSettings, TokenOutput
-from libs.engine.engine_core import EngineCore
 from libs.engine.errors import EngineClosed, EngineDied, PromptTooLong, UnknownSequence
+from libs.engine.ledger import Ledger
 from libs.kv.names import block_names
 from libs.model.model import Model
 from libs.request.generation import Generation
@@ -209,10 +209,10 @@ async def test_a_thread_that_dies_fails_everything_and_says_so(
         assert await engine.reserve(generation("b"), whole_prompt=True) is not None
         watching = asyncio.ensure_future(engine.watch())
 
-        def broken(core: EngineCore) -> None:
+        def broken(ledger: Ledger, now: float) -> None:
             raise RuntimeError("cannot go on")
 
-        monkeypatch.setattr(EngineCore, "expire", broken)
+        monkeypatch.setattr(Ledger, "expire", broken)
         with pytest.raises(EngineDied, match="cannot go on"):
             async with asyncio.timeout(WAIT_SECONDS):
                 await watching

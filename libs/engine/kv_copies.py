@@ -1,0 +1,183 @@
+"""The KV of one module on its way, piece by piece, between steps."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from libs.engine.dirty_blocks import DirtyBlocks
+from libs.engine.hosting.calls import ReadBlocks, Settle, WriteBlocks
+from libs.engine.hosting.port import Answer
+from libs.engine.hosts import Hosts
+from libs.engine.not_yet import NotYet
+from libs.engine.pool import Pool
+from libs.engine.staging import Staging
+from libs.placement.module import ModuleKind
+from libs.placement.placement import Placed
+
+_PIECE_BYTES = 8 << 20
+"""Read or written at once where no one sets a limit."""
+
+
+class KvCopy(Protocol):
+    """One direction of a move. `live` are the blocks that somebody holds or can find, each time."""
+
+    num_bytes: int
+    """Copied so far."""
+
+    def num_left(self, live: set[int]) -> int:
+        """Blocks that still have to be copied."""
+        ...
+
+    def wrote(self, blocks: Iterable[int]) -> None:
+        """They have to be copied (again)."""
+        ...
+
+    def rename(self, moved: Mapping[int, int]) -> None:
+        """Live blocks got other ids, here and at the host."""
+        ...
+
+    def copy_some(self, max_bytes: int, live: set[int]) -> int:
+        """Copies at least a block, where one is left; returns the bytes. Raises NotYet, HostLost."""
+        ...
+
+    def catch_up(self, live: set[int]) -> None:
+        """Copies all that is left, and waits until it is there. Raises HostLost."""
+        ...
+
+    def fill(self, live: set[int]) -> None:
+        """Puts what came home into its place, under the new layout."""
+        ...
+
+
+class KvAway:
+    """From the pool to the host. Lent blocks take nothing with them."""
+
+    def __init__(
+        self, pool: Pool, hosts: Hosts, placed: Placed, live: Iterable[int], num_kv_heads: int
+    ) -> None:
+        self.num_bytes = 0
+        self._pool, self._hosts, self._placed = pool, hosts, placed
+        self._is_lent = placed.module.kind is ModuleKind.TOKENS
+        self._slots = placed.module.slots(num_kv_heads)
+        self._dirty = DirtyBlocks(() if self._is_lent else live)
+
+    def num_left(self, live: set[int]) -> int:
+        """See KvCopy."""
+        return self._dirty.num_left(live)
+
+    def wrote(self, blocks: Iterable[int]) -> None:
+        """See KvCopy."""
+        if not self._is_lent:
+            self._dirty.add(blocks)
+
+    def rename(self, moved: Mapping[int, int]) -> None:
+        """See KvCopy."""
+        self._dirty.rename(moved)
+
+    def copy_some(self, max_bytes: int, live: set[int]) -> int:
+        """See KvCopy."""
+        block_bytes = len(self._slots) * self._pool.layout.slot_elements * self._pool.layout.dtype.itemsize
+        blocks = np.array(self._dirty.take(max(1, max_bytes // block_bytes), live), dtype=np.int64)
+        if not len(blocks):
+            return 0
+        kv = _slots_of(self._pool, blocks, self._slots)
+        self._hosts.call(self._placed.worker, WriteBlocks(self._placed.move_id, None, blocks, kv))
+        self.num_bytes += kv.nbytes
+        return kv.nbytes
+
+    def catch_up(self, live: set[int]) -> None:
+        """See KvCopy."""
+        while self.copy_some(_PIECE_BYTES, live):
+            pass
+        self._hosts.ask(self._placed.worker, Settle())
+
+    def fill(self, live: set[int]) -> None:
+        """See KvCopy. Nothing came."""
+
+
+class KvHome:
+    """From the host to a memory beside the pool; into the pool once its blocks have room for it."""
+
+    def __init__(
+        self, pool: Pool, hosts: Hosts, placed: Placed, live: Iterable[int], num_kv_heads: int
+    ) -> None:
+        self.num_bytes = 0
+        self._pool, self._hosts, self._placed = pool, hosts, placed
+        self._slots = placed.module.slots(num_kv_heads)
+        self._is_lent = placed.module.kind is ModuleKind.TOKENS
+        blocks = [block for block in live if block >= self._first_lent]
+        self._dirty = DirtyBlocks(blocks)
+        layout = pool.layout
+        one = pool.blocks.new_empty((len(self._slots), 2, layout.block_size, layout.head_dim))
+        self._block_bytes = one.nbytes
+        self._staging = Staging(one, len(blocks))
+        self._asked: tuple[list[int], Answer] | None = None
+
+    def num_left(self, live: set[int]) -> int:
+        """See KvCopy."""
+        on_its_way = len(self._asked[0]) if self._asked is not None else 0
+        return self._dirty.num_left(live) + on_its_way
+
+    def wrote(self, blocks: Iterable[int]) -> None:
+        """See KvCopy."""
+        self._dirty.add(block for block in blocks if block >= self._first_lent)
+
+    def rename(self, moved: Mapping[int, int]) -> None:
+        """See KvCopy. What is on its way was asked for before the host heard of it."""
+        self._dirty.rename(moved)
+        self._staging.rename(moved)
+        if self._asked is not None:
+            blocks, answer = self._asked
+            self._asked = [moved.get(block, block) for block in blocks], answer
+
+    def copy_some(self, max_bytes: int, live: set[int]) -> int:
+        """See KvCopy. NotYet while what was asked for has not come."""
+        if self._asked is None and not self._ask(max_bytes, live):
+            return 0
+        if self._asked is None or not self._asked[1].is_done:
+            raise NotYet
+        return self._take()
+
+    def catch_up(self, live: set[int]) -> None:
+        """See KvCopy."""
+        while self._asked is not None or self._ask(_PIECE_BYTES, live):
+            self._take()
+
+    def fill(self, live: set[int]) -> None:
+        """See KvCopy."""
+        place = {slot: index for index, slot in enumerate(self._pool.layout.slots)}
+        self._staging.fill(self._pool.blocks, [place[slot] for slot in self._slots], live)
+
+    @property
+    def _first_lent(self) -> int:
+        """Of a module of lent blocks, the home's id of its first one; others have all ids."""
+        return self._pool.num_blocks if self._is_lent else 0
+
+    def _ask(self, max_bytes: int, live: set[int]) -> bool:
+        blocks = self._dirty.take(max(1, max_bytes // self._block_bytes), live)
+        if not blocks:
+            return False
+        ids = np.array(blocks, dtype=np.int64) - self._first_lent
+        call = ReadBlocks(self._placed.move_id, None, ids)
+        self._asked = blocks, self._hosts.call(self._placed.worker, call)
+        return True
+
+    def _take(self) -> int:
+        if self._asked is None:
+            return 0
+        blocks, answer = self._asked
+        kv = self._hosts.wait(answer)
+        self._asked = None
+        self._staging.put(blocks, kv)
+        self.num_bytes += kv.nbytes
+        return kv.nbytes
+
+
+def _slots_of(pool: Pool, blocks: NDArray[np.int64], slots: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """A copy of some slots of some blocks."""
+    place = {slot: index for index, slot in enumerate(pool.layout.slots)}
+    columns = torch.tensor([place[slot] for slot in slots])
+    return pool.blocks[torch.from_numpy(blocks)[:, None], columns[None]]

@@ -1,0 +1,168 @@
+"""Live moves of this instance's modules, on the engine's thread: begin, copy in pieces, switch or cancel.
+
+While pieces are copied steps go on; blocks that they write are copied again. The switch copies the last of
+them between two steps, and the next step runs under the new placement.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+
+from libs.engine.errors import MoveRefused, NoRoom
+from libs.engine.home import Home
+from libs.engine.hosting.hosted_modules import HostedModules
+from libs.engine.hosting.port import Host
+from libs.engine.kv_copies import KvAway, KvCopy, KvHome
+from libs.engine.not_yet import NotYet
+from libs.engine.outputs import CopyProgress, Switched
+from libs.engine.scheduler import blocks_for
+from libs.model.model import Model
+from libs.placement.module import ModuleKind
+from libs.placement.placement import Placed, Placement
+
+
+class _Move:
+    """The one that is under way."""
+
+    def __init__(self, placed: Placed, copy: KvCopy, model_after: Model | None, *, is_return: bool) -> None:
+        self.placed, self.copy, self.model_after, self.is_return = placed, copy, model_after, is_return
+
+    def placement_after(self, now: Placement) -> Placement:
+        return now.without(self.placed.move_id) if self.is_return else now.with_module(self.placed)
+
+
+class Moves:
+    """At most one is under way; it goes by its move's id, a return by the id of the move that it undoes."""
+
+    def __init__(self, home: Home, hosted: HostedModules) -> None:
+        self._home, self._hosted = home, hosted
+        self._arrangement, self._ledger, self._hosts = home.arrangement, home.ledger, home.hosts
+        self._loading, self._weights = home.loading, home.weights
+        self._move: _Move | None = None
+        home.arrangement.on_moved = self._rename
+
+    def begin(self, placed: Placed, host: Host, model_after: Model | None) -> int:
+        """See `Engine.begin_move`."""
+        self._check_free()
+        placement = self._arrangement.placement
+        placement.with_module(placed)  # raises BadPlacement
+        is_lent = placed.module.kind is ModuleKind.TOKENS
+        least = 1 if is_lent else blocks_for(self._ledger.max_len, self._ledger.block_size)
+        if placed.num_blocks < least:
+            raise MoveRefused(f"{placed.worker} holds {placed.num_blocks} blocks; a sequence needs {least}")
+        if placed.has_weights_at_home == (model_after is not None):
+            raise MoveRefused("a model without the layers is needed exactly where their weights travel")
+        if model_after is not None and self._hosted.own_layers_in_use.intersection(placed.module.layers):
+            raise MoveRefused("other instances' modules run with these weights here; they cannot leave")
+        if not is_lent:
+            self._limit_blocks(placed.num_blocks)
+            self._arrangement.bound_cached()
+        self._hosts.add(host)
+        live = set[int]() if is_lent else self._ledger.allocator.live()
+        copy = KvAway(self._home.pool, self._hosts, placed, live, placement.num_kv_heads)
+        self._move = _Move(placed, copy, model_after, is_return=False)
+        return copy.num_left(live)
+
+    def begin_return(self, move_id: str, model_after: Model | None) -> int:
+        """See `Engine.begin_return`."""
+        self._check_free()
+        placement = self._arrangement.placement
+        placed = placement.get(move_id)
+        if placed is None:
+            raise MoveRefused(f"no module that move {move_id} brought away is away")
+        if placed.has_weights_at_home == (model_after is not None):
+            raise MoveRefused("a model with the layers is needed exactly where their weights travelled")
+        if placed.module.kind is not ModuleKind.TOKENS:
+            self._arrangement.bound_cached()
+        live = self._ledger.allocator.live()
+        copy = KvHome(self._home.pool, self._hosts, placed, live, placement.num_kv_heads)
+        self._move = _Move(placed, copy, model_after, is_return=True)
+        return copy.num_left(live)
+
+    def home_blocks_with(self, placed: Placed) -> int:
+        """See `Engine.capacity_with`."""
+        placement = self._arrangement.placement.with_module(placed)
+        grown = self._weights.num_bytes_of(placed, self._home.runner.model)
+        return self._arrangement.home_blocks(placement, grown)
+
+    def copy_some(self, move_id: str, max_bytes: int) -> CopyProgress:
+        """See `Engine.copy_some`. Raises NotYet while a piece is on its way home, and HostLost."""
+        move = self._get(move_id)
+        num_bytes = move.copy.copy_some(max_bytes, self._ledger.allocator.live())
+        return CopyProgress(move.copy.num_left(self._ledger.allocator.live()), num_bytes)
+
+    def switch(self, move_id: str) -> Switched:
+        """See `Engine.switch`. Raises NotYet while loading steps are under way, and HostLost."""
+        move, arrangement = self._get(move_id), self._arrangement
+        after = move.placement_after(arrangement.placement)
+        dropped = self._weights.num_bytes(move_id) if move.is_return else 0
+        self._loading.is_paused = True
+        fits = arrangement.can_change(arrangement.num_blocks_of(after, num_dropped_bytes=dropped))
+        if self._loading.are_under_way or not fits:
+            raise NotYet
+        began, num_before = time.perf_counter(), arrangement.num_blocks
+        move.copy.catch_up(self._ledger.allocator.live())
+        if not move.is_return and move.model_after is not None:
+            self._weights.leave(move.placed, self._home.runner.model)
+        model = move.model_after or self._home.runner.model
+        arrangement.max_blocks = None
+        arrangement.change(after, model, num_dropped_bytes=dropped)
+        if move.is_return:
+            move.copy.fill(self._ledger.allocator.live())
+            self._weights.came_back(move_id)
+        self._hosted.model = model
+        self._end()
+        self._home.on_placement(after, "")
+        pause = time.perf_counter() - began
+        return Switched(after, pause, move.copy.num_bytes, num_before, arrangement.num_blocks)
+
+    def cancel(self, move_id: str) -> None:
+        """See `Engine.cancel_move`."""
+        if self._move is not None and self._move.placed.move_id == move_id:
+            self._end()
+
+    def lose(self, worker: str) -> None:
+        """A move to or from this worker is over."""
+        if self._move is not None and self._move.placed.worker == worker:
+            self._end()
+
+    def wrote(self, blocks: Iterable[int]) -> None:
+        """KV of these blocks changed, in some layer, wherever it lies."""
+        if self._move is not None:
+            self._move.copy.wrote(blocks)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether writes have to be told."""
+        return self._move is not None
+
+    def _limit_blocks(self, num_blocks: int) -> None:
+        """Ids that the new host does not have must not be used from now on."""
+        if self._arrangement.num_blocks <= num_blocks:
+            self._arrangement.max_blocks = num_blocks
+            return
+        if self._loading.are_under_way:
+            raise NotYet
+        try:
+            self._arrangement.resize(num_blocks)
+        except NoRoom as refusal:
+            raise MoveRefused(str(refusal)) from refusal
+        self._arrangement.max_blocks = num_blocks
+
+    def _rename(self, moved: Mapping[int, int]) -> None:
+        if self._move is not None:
+            self._move.copy.rename(moved)
+
+    def _end(self) -> None:
+        self._move = None
+        self._arrangement.max_blocks = None
+        self._loading.is_paused = False
+        self._hosts.keep(one.worker for one in self._arrangement.placement.placed)
+
+    def _get(self, move_id: str) -> _Move:
+        if self._move is None or self._move.placed.move_id != move_id:
+            raise MoveRefused(f"move {move_id} is not under way")
+        return self._move
+
+    def _check_free(self) -> None:
+        if self._move is not None:
+            raise MoveRefused(f"move {self._move.placed.move_id} is under way; one at a time")
