@@ -1,7 +1,7 @@
 """The one thread that owns torch, the pool and the sequences.
 
-It takes commands, runs steps, and posts what they gave to the event loop, one call per step. When the loop
-falls behind by `_MAX_POSTED` calls, the thread waits for it.
+It takes commands, runs steps and pieces of other instances' modules, and posts what they gave to the event
+loop, one call per step. When the loop falls behind by `_MAX_POSTED` calls, the thread waits for it.
 """
 
 import asyncio
@@ -13,11 +13,17 @@ from typing import Any
 import structlog
 import torch
 
+from libs.bus.messages.migration import Hosted
 from libs.bus.messages.presence import WorkerLoad
+from libs.engine.device_share import DeviceShare
 from libs.engine.engine_core import EngineCore
 from libs.engine.errors import EngineClosed, EngineDied
+from libs.engine.hosting.calls import HostedCall
+from libs.engine.hosting.device_turns import DeviceTurns
+from libs.engine.hosting.port import Answer, HostLost
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
+from libs.engine.not_yet import NotYet
 from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
 from libs.kv.layer_groups import layers_per_frame
 from libs.request.outcome import FailureReason
@@ -29,7 +35,8 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Command:
-    """Something to do with the core; `answer` gets what `act` returns or raises."""
+    """Something to do with the core; `answer` gets what `act` returns or raises. After NotYet it is tried
+    again, when a step or other commands were done."""
 
     act: Callable[[EngineCore], Any]
     answer: asyncio.Future[Any] | None = None
@@ -83,6 +90,8 @@ class EngineThread:
         self._num_threads = num_threads
         self._room = threading.BoundedSemaphore(_MAX_POSTED)
         self._core: EngineCore | None = None
+        self._turns: DeviceTurns | None = None
+        self._deferred: list[Command] = []
         self._is_stopping = False
         self._leaving: list[LayerOutput] = []
         self._num_leaving_layers = self._num_layers = 0
@@ -105,6 +114,29 @@ class EngineThread:
         """The loop has taken one post."""
         self._room.release()
 
+    def wake(self) -> None:
+        """An answer has come; from any thread."""
+        self.mailbox.wake()
+
+    def wait(self, answer: Answer, timeout_seconds: float, worker: str = "") -> torch.Tensor:
+        """What the host `worker` answers. For the core, on this thread: hosted work and writes between layers
+        go on meanwhile, commands do not. Raises HostLost, also after `timeout_seconds`."""
+        if self._turns is None:
+            raise EngineClosed("the engine is not open; nothing can be asked of its hosts")
+        return self._turns.wait(answer, timeout_seconds, worker)
+
+    def call_hosted(self, guest: str, call: HostedCall, answer: Answer) -> None:
+        """Queues what a guest asks of its modules here; from any thread, never waits."""
+        if self._core is None:
+            answer.fail(HostLost("", "the engine is not open"))
+            return
+        self._core.hosted.put(guest, call, answer)
+        self.mailbox.wake()
+
+    def hosted(self) -> tuple[Hosted, ...]:
+        """Modules of other instances that run here; from any thread."""
+        return () if self._core is None else self._core.hosted.hosted()
+
     def _stop(self, core: EngineCore) -> None:
         self._is_stopping = True
 
@@ -114,44 +146,68 @@ class EngineThread:
         try:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)  # of this thread: OpenMP keeps the count per thread
-            core = self._open_core(self._layers_done, self._write_between_layers)
+            core = self._open_core(self._layers_done, self._between_layers)
             self._core, self._num_layers = core, core.model.config.num_layers
+            share = DeviceShare(core.settings.device_share)
+            self._turns = DeviceTurns(
+                core.hosted, share, self.meter, self.mailbox, self._write_between_layers
+            )
             self.load = core.load()
             self._post(Post(has_opened=True))
-            self._serve(core)
+            self._serve(core, self._turns)
         except Exception as error:  # noqa: BLE001 - the thread's boundary: its death is told, not swallowed
             _log.exception("engine_died")
             end.death = error
         reason = FailureReason.ABORTED if end.death is None else FailureReason.INTERNAL
         detail = "the engine was closed" if end.death is None else f"the engine died: {end.death}"
         end.failed = core.fail_all(reason, detail) if core is not None else []
+        if core is not None:
+            core.hosted.end(detail)
         self._refuse_commands(end)
         self._post(end)
 
-    def _serve(self, core: EngineCore) -> None:
+    def _serve(self, core: EngineCore, turns: DeviceTurns) -> None:
         is_idle = True
         while True:
-            timeout_seconds = core.seconds_to_deadline() if is_idle else None
-            commands = self.mailbox.take_all(wait=is_idle, timeout_seconds=timeout_seconds)
+            commands = self._take_commands(core, turns, is_idle=is_idle)
+            is_idle = is_idle and not commands
+            commands, self._deferred = [*self._deferred, *commands], []
             if commands:
                 self._apply_all(core, commands)  # told before the step: nobody should wait for its end
             if self._is_stopping:
                 return
-            self.meter.begin()
-            step = core.step()
-            self.meter.end(None if step.is_idle else step.num_tokens)
-            is_idle = step.is_idle
-            self.load = core.load()
-            self._post(
-                Post(
-                    layers=self._take_leaving(),
-                    tokens=step.tokens,
-                    prompts_done=step.prompts_done,
-                    failed=step.failed,
-                    stored=step.stored,
-                    removed=step.removed,
-                )
+            if turns.debt_seconds:
+                continue
+            is_late = is_idle and core.seconds_to_deadline() == 0.0  # guests may have work without end
+            if not is_late and turns.run_guest(is_own_ready=not is_idle):
+                continue
+            is_idle = self._step(core, turns)
+
+    def _take_commands(self, core: EngineCore, turns: DeviceTurns, *, is_idle: bool) -> list[Command]:
+        """Sleeps for them where there is nothing else to do, or nothing else may be done."""
+        if debt := turns.debt_seconds:
+            return self.mailbox.take_all(wait=True, timeout_seconds=debt)
+        if not is_idle or turns.has_work:
+            return self.mailbox.take_all(wait=False)
+        return self.mailbox.take_all(wait=True, timeout_seconds=core.seconds_to_deadline())
+
+    def _step(self, core: EngineCore, turns: DeviceTurns) -> bool:
+        """One step of the core; True where it had nothing to do."""
+        turns.begin_own()
+        step = core.step()
+        turns.end_own(None if step.is_idle else step.num_tokens)
+        self.load = core.load()
+        self._post(
+            Post(
+                layers=self._take_leaving(),
+                tokens=step.tokens,
+                prompts_done=step.prompts_done,
+                failed=step.failed,
+                stored=step.stored,
+                removed=step.removed,
             )
+        )
+        return step.is_idle
 
     def _apply_all(self, core: EngineCore, commands: Iterable[Command]) -> None:
         post = Post()
@@ -165,6 +221,9 @@ class EngineThread:
         refusal: Exception | None = None
         try:
             result = command.act(core)
+        except NotYet:
+            self._deferred.append(command)
+            return
         except Exception as error:
             if command.answer is None:
                 raise
@@ -189,6 +248,11 @@ class EngineThread:
         leaving, self._leaving, self._num_leaving_layers = self._leaving, [], 0
         return leaving
 
+    def _between_layers(self) -> None:
+        self._write_between_layers()
+        if self._turns is not None:
+            self._turns.between_layers()
+
     def _write_between_layers(self) -> None:
         if not self.mailbox or self._core is None:
             return
@@ -198,7 +262,7 @@ class EngineThread:
 
     def _refuse_commands(self, end: Post) -> None:
         error = EngineClosed("the engine is closed") if end.death is None else EngineDied(f"{end.death}")
-        for command in self.mailbox.take_all(wait=False):
+        for command in [*self._deferred, *self.mailbox.take_all(wait=False)]:
             if command.answer is not None:
                 end.answers.append((command.answer, None, error))
 

@@ -135,9 +135,13 @@ class Pool:
         """Takes the pages of the first `num_bytes`, used or not. Changes no content; from any thread."""
         self._arena.touch(0, num_bytes)
 
-    def touch(self, region: Region) -> None:
-        """Takes the pages of a region. Changes no content; from any thread."""
-        self._arena.touch(region.first_byte, region.end_byte)
+    def touch_own(self) -> None:
+        """Takes the pages of all blocks. Changes no content; from any thread."""
+        self._arena.touch(0, self._used_bytes)
+
+    def touch(self, region: Region, num_bytes: int) -> None:
+        """Takes the pages of a region's first bytes. Changes no content; from any thread."""
+        self._arena.touch(region.first_byte, region.first_byte + num_bytes)
 
     @property
     def _used_bytes(self) -> int:

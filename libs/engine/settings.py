@@ -28,6 +28,11 @@ class EngineSettings:
     """
     prefix_cache: bool = True
     """Whether blocks stay findable by name after their sequence is over."""
+    device_share: float = 1.0
+    """Busy seconds per second that own steps and other instances' modules may have together; below 1 it
+    behaves like a slower device."""
+    hosting_timeout_seconds: float = 10.0
+    """How long a step waits for a worker that runs modules of this instance before that counts as lost."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -43,6 +48,11 @@ class EngineSettings:
             raise ValueError(f"num_blocks is {self.num_blocks}; it must be at least 1")
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads is {self.num_threads}; it must be at least 1")
+
+        if not 0 < self.device_share <= 1:
+            raise ValueError(f"device_share is {self.device_share}; it must be above 0 and at most 1")
+        if not self.hosting_timeout_seconds > 0:
+            raise ValueError(f"hosting_timeout_seconds is {self.hosting_timeout_seconds}; it must be above 0")
 
     @property
     def num_step_seqs(self) -> int:

@@ -60,6 +60,7 @@ class HostedModules:
         self._attention_factory = attention_factory
         self._worker = worker
         self._guests: dict[str, Guest] = {}
+        self._hosted: tuple[Hosted, ...] = ()
         self._lock = threading.Lock()
         """Over which guests there are, and the beginning of their queues."""
         self._calls = HostedCalls(
@@ -68,8 +69,12 @@ class HostedModules:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all of them take, KV and weights."""
-        return sum(one.region.num_bytes for guest in self._guests.values() for one in guest.modules.values())
+        """Memory that all of them take, KV and weights; from any thread."""
+        return sum(one.num_bytes for one in self._hosted)
+
+    def hosted(self) -> tuple[Hosted, ...]:
+        """What is here; from any thread."""
+        return self._hosted
 
     @property
     def own_layers_in_use(self) -> frozenset[int]:
@@ -80,20 +85,6 @@ class HostedModules:
             for one in guest.modules.values()
             if one.uses_own_weights
             for layer in one.module.layers
-        )
-
-    def hosted(self) -> tuple[Hosted, ...]:
-        """What is here."""
-        return tuple(
-            Hosted(
-                move_id=one.move_id,
-                home=guest.name,
-                module=one.module,
-                num_blocks=one.kv.num_blocks,
-                num_bytes=one.region.num_bytes,
-            )
-            for guest in self._guests.values()
-            for one in guest.modules.values()
         )
 
     def open(
@@ -135,13 +126,14 @@ class HostedModules:
         )
         with self._lock:
             self._guests.setdefault(guest, Guest(guest)).modules[move_id] = here
+        self._note_hosted()
         return granted
 
-    def region(self, guest: str, move_id: str) -> Region | None:
-        """Memory of a module, KV first."""
+    def touch(self, guest: str, move_id: str) -> None:
+        """Takes the pages of a module's KV, which its first steps would have to wait for; from any thread."""
         known = self._guests.get(guest)
-        one = known.modules.get(move_id) if known is not None else None
-        return one.region if one is not None else None
+        if known is not None and (one := known.modules.get(move_id)) is not None:
+            self._pool.touch(one.region, one.kv.num_blocks * one.kv.layout.block_bytes)
 
     def close(self, guest: str, move_id: str) -> None:
         """Frees a module; the own pool gets its memory. Idempotent. Raises NotYet: ask again."""
@@ -153,6 +145,7 @@ class HostedModules:
                 self._pool.take_back(one.region)
             if not known.modules:
                 self._forget(known, "its modules were closed")
+        self._note_hosted()
         self._own_pool.resize(None)
 
     def close_guest(self, guest: str) -> None:
@@ -164,12 +157,12 @@ class HostedModules:
         if known is not None:
             for one in known.modules.values():
                 self._pool.take_back(one.region)
-            known.modules.clear()
             self._forget(known, "it was closed")
+        self._note_hosted()
         self._own_pool.resize(None)
 
-    def fail_all(self, why: str) -> None:
-        """Nothing runs here any more."""
+    def end(self, why: str) -> None:
+        """Nothing runs here any more; whoever waits hears why."""
         for guest in list(self._guests.values()):
             self._forget(guest, why)
 
@@ -182,6 +175,11 @@ class HostedModules:
                 return
         why = "no module of this home is here" if known is None else f"{_MAX_CALLS} calls wait already"
         answer.fail(HostLost(self._worker, why))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a guest has something to run."""
+        return any(guest.is_ready for guest in self._guests.values())
 
     def ready(self) -> list[str]:
         """Guests that have something to run."""
@@ -258,6 +256,19 @@ class HostedModules:
             self._own_pool.resize(left)
         return self._pool.give_up(num_bytes)
 
+    def _note_hosted(self) -> None:
+        self._hosted = tuple(
+            Hosted(
+                move_id=one.move_id,
+                home=guest.name,
+                module=one.module,
+                num_blocks=one.kv.num_blocks,
+                num_bytes=one.region.num_bytes,
+            )
+            for guest in self._guests.values()
+            for one in guest.modules.values()
+        )
+
     def _stop_using(self, guest: Guest, closed: HostedModule) -> None:
         """Its memory is another's from now on: a call that paused within it cannot go on."""
         if guest.busy_with is closed and guest.awaited is not None:
@@ -266,6 +277,7 @@ class HostedModules:
             guest.under_way = guest.awaited = guest.busy_with = None
 
     def _forget(self, guest: Guest, why: str) -> None:
+        guest.modules.clear()
         with self._lock:
             self._guests.pop(guest.name, None)
             waiting = [answer for _, answer in guest.calls]

@@ -1,0 +1,131 @@
+"""Who has the device at each moment: own steps, a guest, or, where its share is used up, nobody."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from libs.engine.device_share import DeviceShare
+from libs.engine.hosting.hosted_modules import HostedModules
+from libs.engine.hosting.port import Answer, HostLost
+from libs.engine.hosting.turns import OWN, Turns
+from libs.engine.mailbox import Mailbox
+from libs.engine.meter import Meter
+
+
+class DeviceTurns:
+    """Belongs to the engine's thread, which tells when its own step begins and ends and when a layer of it is
+    done, and asks here where else it would go on or sleep.
+
+    `write` does the commands that are harmless while a step is under way. With no guest and the whole device,
+    nothing is measured or decided between layers.
+    """
+
+    def __init__(
+        self,
+        hosted: HostedModules,
+        share: DeviceShare,
+        meter: Meter,
+        mailbox: Mailbox[Any],
+        write: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hosted, self._share, self._meter = hosted, share, meter
+        self._mailbox, self._write, self._clock = mailbox, write, clock
+        self._turns = Turns()
+        self._own_since: float | None = None
+        """Since when own steps have had the device and not been charged."""
+        self._is_alone = True
+        """No guest had anything to run since then."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a guest has something to run."""
+        return self._hosted.has_work
+
+    @property
+    def debt_seconds(self) -> float:
+        """How long nobody may run."""
+        return self._share.debt_seconds()
+
+    def run_guest(self, *, is_own_ready: bool) -> bool:
+        """Runs a piece of a guest's work if it is a guest's turn; False where it is not."""
+        ready = self._hosted.ready()
+        if not ready:
+            return False
+        name = self._turns.next([OWN, *ready] if is_own_ready else ready)
+        if name == OWN:
+            return False
+        began = self._clock()
+        self._hosted.run_piece(name)
+        seconds = self._clock() - began
+        self._turns.charge(name, seconds)
+        self._share.spend(seconds)
+        self._meter.hosted(seconds)
+        return True
+
+    def begin_own(self) -> None:
+        """A step begins."""
+        self._meter.begin()
+        self._own_since, self._is_alone = self._clock(), not self._hosted.has_work
+
+    def end_own(self, num_tokens: int | None) -> None:
+        """It is over; None where there was nothing to run."""
+        self._meter.end(num_tokens)
+        if num_tokens is not None:
+            self._charge_own()
+        self._own_since = None
+
+    def between_layers(self) -> None:
+        """A layer of a step is done: others may have the device, before it goes on."""
+        if self._share.is_whole and not self._hosted.has_work:
+            self._is_alone = True
+            return
+        self._charge_own()
+        self._meter.pause()
+        while True:
+            if debt := self.debt_seconds:
+                self._mailbox.sleep(debt)
+                self._write()
+            elif not self.run_guest(is_own_ready=True):
+                break
+        self._go_on()
+
+    def wait(self, answer: Answer, timeout_seconds: float, worker: str) -> torch.Tensor:
+        """What the host `worker` answers. Guests have the device meanwhile, and writes go on; else two
+        workers that host for each other would wait for ever. Raises HostLost, also when it is late."""
+        if not answer.is_done:
+            is_in_step = self._own_since is not None
+            self._charge_own()
+            self._meter.pause()
+            self._await(answer, timeout_seconds, worker)
+            if is_in_step:
+                self._go_on()
+        return answer.result()
+
+    def _await(self, answer: Answer, timeout_seconds: float, worker: str) -> None:
+        deadline = self._clock() + timeout_seconds
+        while not answer.is_done:
+            self._write()
+            left = deadline - self._clock()
+            if left <= 0:
+                answer.fail(HostLost(worker, f"no answer within {timeout_seconds} s"))
+            elif debt := self.debt_seconds:
+                self._mailbox.sleep(min(left, debt) if self._hosted.has_work else left)
+            elif not self.run_guest(is_own_ready=False):
+                self._mailbox.sleep(left)
+
+    def _go_on(self) -> None:
+        self._meter.begin()
+        self._own_since, self._is_alone = self._clock(), not self._hosted.has_work
+
+    def _charge_own(self) -> None:
+        if self._own_since is None:
+            return
+        now = self._clock()
+        self._turns.charge(OWN, now - self._own_since)
+        self._share.spend(now - self._own_since)
+        if self._is_alone:
+            self._turns.next([OWN])  # guests that come now begin where own steps are
+        self._own_since, self._is_alone = now, False

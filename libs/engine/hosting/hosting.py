@@ -1,0 +1,89 @@
+"""Hosting as services see it: an engine takes in modules of other workers' instances."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from libs.bus.messages.migration import Hosted
+from libs.engine.engine_core import EngineCore
+from libs.engine.engine_thread import EngineThread
+from libs.engine.hosting.calls import HostedCall
+from libs.engine.hosting.port import Answer
+from libs.model.model import Layer
+from libs.placement.module import Module
+
+Ask = Callable[[Callable[[EngineCore], Any]], Awaitable[Any]]
+"""Does something on the engine's thread; gives what it returned, raises what it raised, and EngineClosed."""
+
+
+class Hosting:
+    """Methods are called on the event loop of the engine, but for `call`, which any thread may."""
+
+    def __init__(self, thread: EngineThread, ask: Ask) -> None:
+        self._thread, self._ask = thread, ask
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all modules take here, KV and weights."""
+        return sum(one.num_bytes for one in self.hosted())
+
+    def hosted(self) -> tuple[Hosted, ...]:
+        """All modules here."""
+        return self._thread.hosted()
+
+    async def open(
+        self,
+        guest: str,
+        move_id: str,
+        module: Module,
+        *,
+        num_blocks_wanted: int,
+        num_blocks_least: int,
+        layers: Mapping[int, Layer] | None = None,
+        weight_bytes: int = 0,
+    ) -> int:
+        """Makes room for a module; returns how many blocks it has, from least to wanted.
+
+        LAYERS run with `layers`, whose `weight_bytes` count as taken here; they may come into the mapping
+        later, before the first call that needs them. Without `layers` they run with own weights.
+
+        Raises:
+            MoveRefused: the model has no such module, its weights are not here, or the id is in use.
+            NoRoom: too few blocks can be spared.
+        """
+
+        def act(core: EngineCore) -> tuple[int, EngineCore]:
+            granted = core.hosted.open(
+                guest,
+                move_id,
+                module,
+                num_blocks_wanted=num_blocks_wanted,
+                num_blocks_least=num_blocks_least,
+                layers=layers,
+                weight_bytes=weight_bytes,
+            )
+            return granted, core
+
+        num_blocks, core = await self._ask(act)
+        await asyncio.to_thread(core.hosted.touch, guest, move_id)
+        return int(num_blocks)
+
+    def call(self, guest: str, call: HostedCall, answer: Answer) -> None:
+        """Do it after what this guest asked before; `answer` is given when it is done. Never waits."""
+        self._thread.call_hosted(guest, call, answer)
+
+    async def close(self, guest: str, move_id: str) -> None:
+        """Frees a module. Unknown ones are ignored."""
+        await self._free(lambda core: core.hosted.close(guest, move_id))
+
+    async def close_guest(self, guest: str) -> None:
+        """Frees all that this guest has here, and fails what it waits for."""
+        await self._free(lambda core: core.hosted.close_guest(guest))
+
+    async def _free(self, act: Callable[[EngineCore], None]) -> None:
+        def free(core: EngineCore) -> EngineCore:
+            act(core)
+            return core
+
+        core: EngineCore = await self._ask(free)
+        await asyncio.to_thread(core.pool.touch_own)
