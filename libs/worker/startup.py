@@ -6,8 +6,9 @@ import time
 import structlog
 import torch
 
-from libs.engine.settings import EngineSettings
+from libs.engine.settings import EngineSettings, pool_blocks
 from libs.kv.tensors import BlockShape
+from libs.model.layer_weights import layer_weight_bytes
 from libs.model.load import find_model, load_model
 from libs.model.model import Model
 from libs.runtime.runtime import Runtime
@@ -88,6 +89,7 @@ def engine_settings_of(settings: WorkerSettings, model: Model) -> EngineSettings
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         num_threads=settings.threads or None,
+        device_share=settings.device_share,
     )
 
 
@@ -96,27 +98,43 @@ def block_shape_of(model: Model, block_size: int) -> BlockShape:
     return BlockShape(model.config.num_kv_heads, block_size, model.config.head_dim, model.dtype)
 
 
+def fingerprint_of(settings: WorkerSettings, model: Model) -> str:
+    """Of the model and its blocks: with another block size KV is other KV, of the same weights."""
+    return f"{model.fingerprint}-{settings.block_size}"
+
+
 def describe_instance(
     runtime: Runtime,
     settings: WorkerSettings,
     model: Model,
     *,
     link_address: str = "",
+    hosting_address: str = "",
     runs_prompts: bool = False,
     num_seats: int = 0,
 ) -> None:
     """Tell others which model runs here, whose KV it can share, and how many requests may be here (0: not
     told)."""
+    config, block_bytes = model.config, block_shape_of(model, settings.block_size).num_bytes
+    sizes = engine_settings_of(settings, model)
     runtime.describe(
         model=settings.model,
-        # KV of another block size is other KV, although the weights are the same.
-        model_fingerprint=f"{model.fingerprint}-{settings.block_size}",
+        model_fingerprint=fingerprint_of(settings, model),
         max_model_len=max_model_len_of(settings, model),
         link_address=link_address,
         runs_prompts=runs_prompts,
         num_seats=num_seats,
-        num_layers=model.config.num_layers,
-        block_bytes=model.config.num_layers * block_shape_of(model, settings.block_size).num_bytes,
+        num_layers=config.num_layers,
+        block_bytes=config.num_layers * block_bytes,
+        hosting_address=hosting_address,
+        num_kv_heads=config.num_kv_heads,
+        hidden_size=config.hidden_size,
+        head_dim=config.head_dim,
+        num_heads=config.num_heads,
+        element_bytes=model.dtype.itemsize,
+        layer_weight_bytes=layer_weight_bytes(config, model.dtype),
+        kv_memory_bytes=pool_blocks(sizes, config.num_layers * block_bytes) * config.num_layers * block_bytes,
+        device_share=settings.device_share,
     )
 
 

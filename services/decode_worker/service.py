@@ -19,6 +19,7 @@ from libs.runtime.runtime import Runtime
 from libs.transport.port import Listener, Transport
 from libs.worker.device_events import DeviceEvents
 from libs.worker.gauges import WorkerGauges
+from libs.worker.hosting.modules import Modules
 from libs.worker.role_flip import RoleFlip, runs_both
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import (
@@ -59,6 +60,7 @@ class DecodeWorkerService:
         self._listener: Listener | None = None
         self._engine: Engine | None = None
         self._events: DeviceEvents | None = None
+        self._modules: Modules | None = None
 
     async def open(self, runtime: Runtime) -> None:
         """Load the model, start the engine, listen for prefill workers and for reservations."""
@@ -67,6 +69,10 @@ class DecodeWorkerService:
         model = await self._open_model(self._settings, runtime)
         runtime.progress("making room for KV")
         self._engine = await self._start(runtime, model, self._transport)
+        self._modules = modules = Modules(
+            runtime, self._transport, self._settings, model, self._engine, self._roster
+        )
+        self._decoding.tell_placement = modules.placement_changed
         self._listener = await self._transport.listen(self._settings.link_host)
         shape = block_shape_of(model, self._settings.block_size)
         runtime.spawn("engine", self._engine.watch())
@@ -77,28 +83,36 @@ class DecodeWorkerService:
         self._subscriptions.append(await runtime.bus.serve(Reserve, self._reserve, at=runtime.incarnation))
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
         self._subscriptions.append(await self._role_flip(runtime).serve())
+        await modules.open()
         describe_instance(
             runtime,
             self._settings,
             model,
             link_address=self._listener.address,
+            hosting_address=modules.address,
             runs_prompts=self._settings.role == "both",
             # One batch that runs and one that awaits its KV; more would hold blocks and do nothing.
             num_seats=min(self._settings.max_held, 2 * self._settings.max_num_seqs),
         )
 
     async def drain(self) -> None:
-        """Refuse reservations; return when the last sequence has ended and its tokens are sent."""
+        """Refuse reservations; return when the last sequence has ended and its tokens are sent, and modules
+        of others are home again."""
         self._decoding.is_draining = True
-        while len(self._sequences):
-            self._decoding.ended.clear()
-            await self._decoding.ended.wait()
-        await self._tokens.wait_sent()
+        async with asyncio.TaskGroup() as tasks:
+            if self._modules is not None:
+                tasks.create_task(self._modules.drain())
+            while len(self._sequences):
+                self._decoding.ended.clear()
+                await self._decoding.ended.wait()
+            await self._tokens.wait_sent()
 
     async def close(self) -> None:
         """Stop listening, cut the Links, stop the engine."""
         for subscription in self._subscriptions:
             await subscription.close()
+        if self._modules is not None:
+            await self._modules.close()
         if self._events is not None:
             await self._events.close()
         if self._listener is not None:
@@ -150,7 +164,7 @@ class DecodeWorkerService:
             max_held=settings.max_held,
             clock=self._clock,
         )
-        engine = Engine(model, engine_settings_of(settings, model), self._decoding)
+        engine = Engine(model, engine_settings_of(settings, model), self._decoding, home=runtime.incarnation)
         self._access = StoreAccess(runtime, transport, settings, model, engine, self._metrics.transfer_bytes)
         keeping = Keeping(
             engine,
@@ -211,6 +225,8 @@ class DecodeWorkerService:
                 self._decoding.expire()
 
     def _roster_changed(self, change: RosterChange) -> None:
+        if self._modules is not None:
+            self._modules.roster_changed(change)
         for departed in change.departed:
             if departed.kind is ServiceKind.GATEWAY:
                 self._decoding.gateway_gone(departed.incarnation)

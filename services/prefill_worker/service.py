@@ -17,6 +17,7 @@ from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
 from libs.worker.device_events import DeviceEvents
 from libs.worker.gauges import WorkerGauges
+from libs.worker.hosting.modules import Modules
 from libs.worker.role_flip import RoleFlip
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import (
@@ -53,6 +54,7 @@ class PrefillWorkerService:
         self._transport: Transport | None = None
         self._engine: Engine | None = None
         self._events: DeviceEvents | None = None
+        self._modules: Modules | None = None
 
     async def open(self, runtime: Runtime) -> None:
         """Load the model, start the engine, listen for prompts."""
@@ -61,6 +63,10 @@ class PrefillWorkerService:
         model = await self._open_model(self._settings, runtime)
         runtime.progress("making room for KV")
         self._engine = await self._start(runtime, model, self._transport)
+        self._modules = modules = Modules(
+            runtime, self._transport, self._settings, model, self._engine, self._roster
+        )
+        self._prefilling.tell_placement = modules.placement_changed
         runtime.spawn("engine", self._engine.watch())
         runtime.spawn("tokens", self._tokens.run())
         runtime.spawn("leases", self._renew_leases())
@@ -68,19 +74,32 @@ class PrefillWorkerService:
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
         role_flip = RoleFlip(runtime, self._settings, ServiceKind.DECODE_WORKER)
         self._subscriptions.append(await role_flip.serve())
-        describe_instance(runtime, self._settings, model, num_seats=self._settings.max_waiting)
+        await modules.open()
+        describe_instance(
+            runtime,
+            self._settings,
+            model,
+            hosting_address=modules.address,
+            num_seats=self._settings.max_waiting,
+        )
         runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
 
     async def drain(self) -> None:
-        """Take no more prompts; return when those here are handed over."""
+        """Take no more prompts; return when those here are handed over, and modules of others are home
+        again."""
         self._prefilling.is_draining = True
-        await self._prefilling.prompts.emptied.wait()
-        await self._tokens.wait_sent()
+        async with asyncio.TaskGroup() as tasks:
+            if self._modules is not None:
+                tasks.create_task(self._modules.drain())
+            await self._prefilling.prompts.emptied.wait()
+            await self._tokens.wait_sent()
 
     async def close(self) -> None:
         """Stop listening, cut the Links, stop the engine."""
         for subscription in self._subscriptions:
             await subscription.close()
+        if self._modules is not None:
+            await self._modules.close()
         if self._events is not None:
             await self._events.close()
         if self._transport is not None:
@@ -121,7 +140,7 @@ class PrefillWorkerService:
             block_size=settings.block_size,
             max_waiting=settings.max_waiting,
         )
-        engine = Engine(model, engine_settings_of(settings, model), prefilling)
+        engine = Engine(model, engine_settings_of(settings, model), prefilling, home=runtime.incarnation)
         self._outlets = Outlets(
             transport,
             runtime.spawn,
@@ -164,6 +183,8 @@ class PrefillWorkerService:
             await self._outlets.renew(self._prefilling.prompts.by_decode())
 
     def _roster_changed(self, change: RosterChange) -> None:
+        if self._modules is not None:
+            self._modules.roster_changed(change)
         for departed in change.departed:
             if departed.kind is ServiceKind.GATEWAY:
                 self._prefilling.gateway_gone(departed.incarnation)

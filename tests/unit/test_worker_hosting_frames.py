@@ -20,6 +20,7 @@ from libs.engine.hosting.calls import (
     Settle,
     WriteBlocks,
 )
+from libs.kv.checksum import checksum
 from libs.transport.port import MAX_HEADER_BYTES
 from libs.worker.hosting import frames
 from libs.worker.hosting.call_codec import join_call, split_call
@@ -160,7 +161,7 @@ def header_of(head: Head, **facts: Any) -> bytes:
 )
 def test_tensors_that_are_not_the_body_are_refused(parts: tuple[frames.Part, ...], num_bytes: int) -> None:
     body = np.zeros(num_bytes, dtype=np.uint8)
-    whole = frames.checksum(body)
+    whole = checksum(body)
     with pytest.raises(BadFrame):
         Assembly().take(header_of(Result(call_id=1), parts=parts, num_bytes=num_bytes, checksum=whole), body)
 

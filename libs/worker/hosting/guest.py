@@ -1,8 +1,10 @@
 """One guest: the home at the other end of a Link, whose modules run here."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Protocol
@@ -79,9 +81,19 @@ class ModuleHosting(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A call that the engine has; `frame` is the memory that it reads."""
+
+    call_id: int
+    answer: Answer
+    frame: Received | None
+    began: float
+
+
 class Guest:
     """Serves one Link until it is lost, or silent for longer than `lease_seconds`; then nothing of it is
-    left here."""
+    left here. `on_change` hears when modules came or left, `on_call_done` how long a call took."""
 
     def __init__(
         self,
@@ -92,16 +104,18 @@ class Guest:
         fingerprint: str,
         lease_seconds: float,
         send_timeout_seconds: float,
-        on_closed: Callable[[], None],
+        on_change: Callable[[], None],
+        on_call_done: Callable[[float], None],
+        is_leaving: Callable[[], bool],
     ) -> None:
-        self._on_closed = on_closed
+        self._on_change, self._on_call_done, self._is_leaving = on_change, on_call_done, is_leaving
         self._link, self._hosting, self._model, self._fingerprint = link, hosting, model, fingerprint
         self._lease_seconds, self._send_timeout_seconds = lease_seconds, send_timeout_seconds
         self._outgoing = Outgoing(max_bytes=0)
         self._assembly = Assembly()
         self._weights: dict[str, tuple[IncomingWeights, MutableMapping[int, Layer]]] = {}
-        self._running: dict[int, tuple[int, Answer, Received | None]] = {}
-        """By a number of their own: calls, what asks for them, and the memory that they read."""
+        self._running: dict[int, _Running] = {}
+        self._opening: dict[str, asyncio.Task[None]] = {}
         self._numbers = count()
         self._loop = asyncio.get_running_loop()
 
@@ -160,7 +174,7 @@ class Guest:
             case Call() as head:
                 return self._call(head, message, frame)
             case Open() as head:
-                tasks.create_task(self._open(head))
+                self._opening[head.move_id] = tasks.create_task(self._open(head))
             case WeightPiece() as head:
                 if (tensors := self._take_weights(head, message)) is not None:
                     tasks.create_task(self._build_layer(head, tensors))
@@ -183,7 +197,9 @@ class Guest:
             raise BadFrame(f"{type(call).__name__} with answer id {head.call_id}")
         number = next(self._numbers)
         answer = Answer(partial(self._done, number))
-        self._running[number] = head.call_id, answer, frame if is_kept else None
+        self._running[number] = _Running(
+            head.call_id, answer, frame if is_kept else None, time.perf_counter()
+        )
         self._hosting.call(self.name, call, answer)
         return is_kept
 
@@ -193,20 +209,20 @@ class Guest:
             self._loop.call_soon_threadsafe(self._answer, number)
 
     def _answer(self, number: int) -> None:
-        call_id, answer, frame = self._running.pop(number)
-        if frame is not None:
-            frame.release()
-        if not call_id:
+        done = self._running.pop(number)
+        if done.frame is not None:
+            done.frame.release()
+        if not done.call_id:
             return
+        self._on_call_done(time.perf_counter() - done.began)
         try:
-            self._outgoing.put(Result(call_id=call_id), (answer.result(),))
+            self._outgoing.put(Result(call_id=done.call_id), (done.answer.result(),))
         except HostLost as error:
-            self._outgoing.put(CallFailed(call_id=call_id, detail=str(error)[:MAX_DETAIL_CHARACTERS]))
+            self._outgoing.put(CallFailed(call_id=done.call_id, detail=str(error)[:MAX_DETAIL_CHARACTERS]))
 
     async def _open(self, head: Open) -> None:
-        if head.fingerprint != self._fingerprint:
-            detail = f"the host's model is {self._fingerprint}, the home's {head.fingerprint}"
-            self._refuse(head.ask_id, RefusalKind.REFUSED, detail)
+        if (why := self._why_refused(head)) is not None:
+            self._refuse(head.ask_id, RefusalKind.REFUSED, why)
             return
         layers: dict[int, Layer] | None = {} if head.weight_bytes else None
         try:
@@ -228,6 +244,14 @@ class Guest:
             self._weights[head.move_id] = incoming, layers
         log.info("module_hosted", guest=self.name, move_id=head.move_id, num_blocks=num_blocks)
         self._outgoing.put(Opened(ask_id=head.ask_id, num_blocks=num_blocks))
+        self._on_change()
+
+    def _why_refused(self, head: Open) -> str | None:
+        if self._is_leaving():
+            return "the host is about to end"
+        if head.fingerprint != self._fingerprint:
+            return f"the host's model is {self._fingerprint}, the home's {head.fingerprint}"
+        return None
 
     def _take_weights(self, head: WeightPiece, message: Message) -> Mapping[str, torch.Tensor] | None:
         """The tensors of a layer that is whole now."""
@@ -245,11 +269,13 @@ class Guest:
         self._outgoing.put(WeightsAt(ask_id=head.ask_id))
 
     async def _close(self, head: Close) -> None:
+        if (opening := self._opening.pop(head.move_id, None)) is not None:
+            await asyncio.wait({opening})  # given up meanwhile, or long done
         with suppress(EngineError):  # an engine that is closed has nobody's modules
             await self._hosting.close(self.name, head.move_id)
         log.info("hosted_module_closed", guest=self.name, move_id=head.move_id)
         self._outgoing.put(Closed(ask_id=head.ask_id))
-        self._on_closed()
+        self._on_change()
 
     def _refuse(self, ask_id: int, kind: RefusalKind, detail: str) -> None:
         self._outgoing.put(OpenRefused(ask_id=ask_id, kind=kind, detail=detail[:MAX_DETAIL_CHARACTERS]))

@@ -54,11 +54,6 @@ class Home(Protocol):
         ...
 
     @property
-    def model(self) -> Model:
-        """The weights that are here."""
-        ...
-
-    @property
     def num_total_blocks(self) -> int:
         """Of the pool."""
         ...
@@ -68,8 +63,12 @@ class Home(Protocol):
         """That nobody holds."""
         ...
 
-    def capacity_with(self, placed: Placed) -> int:
-        """Blocks that the own memory would hold with this module away."""
+    async def model_here(self) -> Model:
+        """With the weights that are here."""
+        ...
+
+    async def capacity_with(self, placed: Placed) -> int:
+        """Blocks that the own memory would hold with this module away. Raises BadPlacement, too."""
         ...
 
     async def begin_move(self, placed: Placed, host: Host, *, model_after: Model | None = None) -> int:

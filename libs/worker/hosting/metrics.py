@@ -75,6 +75,8 @@ class MoveMetrics:
 
     def ended(self, record: MoveRecord) -> None:
         """A move is over."""
+        self.bytes.labels("kv").inc(record.num_kv_bytes)
+        self.bytes.labels("weights").inc(record.num_weight_bytes)
         self.migrations.labels(record.phase.value).inc()
         for phase, seconds in record.phase_seconds.items():
             self.phase_seconds.labels(phase).observe(seconds)

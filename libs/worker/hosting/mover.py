@@ -230,17 +230,15 @@ class Mover:
             return Return(self._home, partial(self._links.get, placed.worker), placed)
         total = self._home.num_total_blocks
         if placed.module.kind is ModuleKind.TOKENS:
-            wanted, least = order.num_blocks or total, order.num_blocks or 1
+            least = order.num_blocks or 1
         else:
             block_size = self._settings.block_size
             one_sequence = min(total, -(-self._max_model_len // block_size))
-            wanted = self._home.capacity_with(placed)
             least = max(one_sequence, total - self._home.num_free_blocks)
         return Away(
             self._home,
             partial(self._links.connect, placed.worker),
             placed,
-            num_blocks_wanted=max(wanted, least),
             num_blocks_least=least,
         )
 

@@ -1,6 +1,7 @@
 """Where homes come to with their modules."""
 
 import asyncio
+from collections.abc import Callable
 from typing import NoReturn
 
 import structlog
@@ -22,16 +23,20 @@ class HostingServer:
         hosting: ModuleHosting,
         model: Model,
         spawn: Spawn,
+        on_change: Callable[[], None],
+        on_call_done: Callable[[float], None],
         *,
         fingerprint: str,
         lease_seconds: float,
         send_timeout_seconds: float,
     ) -> None:
         self._listener, self._hosting, self._model, self._spawn = listener, hosting, model, spawn
+        self._on_change, self._on_call_done = on_change, on_call_done
         self._fingerprint = fingerprint
         self._lease_seconds, self._send_timeout_seconds = lease_seconds, send_timeout_seconds
         self._guests: dict[str, tuple[Guest, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
+        self._is_draining = False
 
     @property
     def address(self) -> str:
@@ -49,15 +54,25 @@ class HostingServer:
 
     async def drain(self) -> None:
         """Ask all guests to take their modules back; returns when the last one has."""
+        self._is_draining = True
         for guest, _ in self._guests.values():
             guest.tell_leaving()
         while self._hosting.hosted():
             self._changed.clear()
             await self._changed.wait()
 
+    def guest_departed(self, name: str) -> None:
+        """It left the mesh: do not wait for its Link."""
+        if (known := self._guests.get(name)) is not None:
+            self._spawn("drop-guest", known[0].close())
+
     async def close(self) -> None:
         """Accept no more."""
         await self._listener.close()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._on_change()
 
     async def _serve(self, guest: Guest, before: tuple[Guest, asyncio.Task[None]] | None) -> None:
         if before is not None:  # what it has here goes by its name, and the new one has nothing yet
@@ -68,7 +83,7 @@ class HostingServer:
         finally:
             if (now := self._guests.get(guest.name)) is not None and now[0] is guest:
                 del self._guests[guest.name]
-            self._changed.set()
+            self._note_change()
 
     def _guest(self, link: Link) -> Guest:
         return Guest(
@@ -78,5 +93,7 @@ class HostingServer:
             fingerprint=self._fingerprint,
             lease_seconds=self._lease_seconds,
             send_timeout_seconds=self._send_timeout_seconds,
-            on_closed=self._changed.set,
+            on_change=self._note_change,
+            on_call_done=self._on_call_done,
+            is_leaving=lambda: self._is_draining,
         )

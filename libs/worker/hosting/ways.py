@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 
 from libs.engine.hosting.port import HostLost
 from libs.model.layer_weights import layer_tensors, layer_weight_bytes
@@ -52,47 +53,46 @@ class Away:
         connect: Callable[[], Awaitable[HostLink]],
         placed: Placed,
         *,
-        num_blocks_wanted: int,
         num_blocks_least: int,
     ) -> None:
         self._home, self._connect, self._placed = home, connect, placed
-        self._num_blocks_wanted, self._num_blocks_least = num_blocks_wanted, num_blocks_least
+        self._num_blocks_least = num_blocks_least
         self._host: HostLink | None = None
-        self._model_after: Model | None = None
 
     async def reserve(self) -> None:
-        """See Way."""
-        placed, model = self._placed, self._home.model
+        """See Way. What is asked for is what the home could make use of."""
+        placed, home = self._placed, self._home
+        wanted = placed.num_blocks or await home.capacity_with(placed)
+        model = await home.model_here()
+        weight_bytes = len(placed.module.layers) * layer_weight_bytes(model.config, model.dtype)
         self._host = await self._connect()
         num_blocks = await self._host.open(
             placed.move_id,
             placed.module,
-            num_blocks_wanted=self._num_blocks_wanted,
+            num_blocks_wanted=max(wanted, self._num_blocks_least),
             num_blocks_least=self._num_blocks_least,
-            weight_bytes=0
-            if placed.has_weights_at_home
-            else len(placed.module.layers) * layer_weight_bytes(model.config, model.dtype),
+            weight_bytes=0 if placed.has_weights_at_home else weight_bytes,
         )
-        self._placed = _with_blocks(placed, num_blocks)
+        self._placed = replace(placed, num_blocks=num_blocks)
 
     async def begin(self, count_weights: CountWeights) -> int:
         """See Way."""
-        placed, model, host = self._placed, self._home.model, self._opened()
+        placed, host, model_after = self._placed, self._opened(), None
         if not placed.has_weights_at_home:
+            model = await self._home.model_here()
             for layer in placed.module.layers:
                 tensors = await asyncio.to_thread(layer_tensors, model.layer(layer))
                 for name, tensor in tensors.items():
                     await self._send(host, layer, name, tensor, count_weights)
-            self._model_after = model.without_layers(placed.module.layers)
-        return await self._home.begin_move(placed, host, model_after=self._model_after)
+            model_after = model.without_layers(placed.module.layers)
+        return await self._home.begin_move(placed, host, model_after=model_after)
 
     async def settle(self) -> None:
         """See Way."""
         await self._opened().settle()
 
     async def release(self) -> None:
-        """See Way. The switch gave the pool its new layout; the weights go with the last who holds them."""
-        self._model_after = None
+        """See Way. The switch gave the pool its new layout; weights go with the last who holds them."""
 
     async def roll_back(self) -> None:
         """See Way."""
@@ -125,8 +125,8 @@ class Return:
 
     async def reserve(self) -> None:
         """See Way. Weights that travelled are read again from where the model was loaded."""
-        model, layers = self._home.model, self._placed.module.layers
         if not self._placed.has_weights_at_home:
+            model, layers = await self._home.model_here(), self._placed.module.layers
             loaded = await asyncio.to_thread(model.reload_layers, layers)
             self._model_after = model.with_layers(loaded)
 
@@ -147,13 +147,3 @@ class Return:
         """See Way."""
         self._model_after = None
         await self._home.cancel_move(self._placed.move_id)
-
-
-def _with_blocks(placed: Placed, num_blocks: int) -> Placed:
-    return Placed(
-        move_id=placed.move_id,
-        module=placed.module,
-        worker=placed.worker,
-        has_weights_at_home=placed.has_weights_at_home,
-        num_blocks=num_blocks,
-    )

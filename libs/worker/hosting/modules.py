@@ -1,0 +1,129 @@
+"""Everything a worker needs to host modules of others and to have its own hosted, made together."""
+
+import asyncio
+from typing import Protocol
+
+from libs.bus.messages.presence import ServiceKind
+from libs.model.model import Model
+from libs.placement.placement import Placement
+from libs.runtime.roster import Roster, RosterChange
+from libs.runtime.runtime import Runtime
+from libs.transport.port import Transport
+from libs.worker.hosting.guest import ModuleHosting
+from libs.worker.hosting.home import Home
+from libs.worker.hosting.host_links import HostLinks
+from libs.worker.hosting.metrics import MoveMetrics
+from libs.worker.hosting.mover import Mover
+from libs.worker.hosting.server import HostingServer
+from libs.worker.settings import WorkerSettings
+from libs.worker.startup import block_shape_of, fingerprint_of, max_model_len_of
+
+_PINGS_PER_LEASE = 3
+
+
+class HostingEngine(Home, Protocol):
+    """An engine as both sides of hosting see it: `libs.engine.engine.Engine`."""
+
+    @property
+    def hosting(self) -> ModuleHosting:
+        """Modules of others that run here."""
+        ...
+
+    def wake(self) -> None:
+        """An answer from a host is there. From any thread."""
+        ...
+
+
+class Modules:
+    """Moves of the own instance's modules, and those of others here."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        transport: Transport,
+        settings: WorkerSettings,
+        model: Model,
+        engine: HostingEngine,
+        roster: Roster,
+    ) -> None:
+        self._runtime, self._transport, self._settings = runtime, transport, settings
+        self._model, self._engine = model, engine
+        self._fingerprint = fingerprint_of(settings, model)
+        metrics = MoveMetrics(runtime.registry)
+        self._mover = Mover(
+            runtime,
+            settings,
+            engine,
+            roster,
+            metrics,
+            engine.hosting.hosted,
+            fingerprint=self._fingerprint,
+            slot_bytes=block_shape_of(model, settings.block_size).num_bytes // model.config.num_kv_heads,
+            max_model_len=max_model_len_of(settings, model),
+        )
+        self._mover.attach(
+            HostLinks(
+                transport,
+                roster,
+                runtime.spawn,
+                self._mover,
+                fingerprint=self._fingerprint,
+                wake=engine.wake,
+                timeout_seconds=settings.hosting_timeout_seconds,
+                ping_seconds=settings.lease_seconds / _PINGS_PER_LEASE,
+            )
+        )
+        metrics.watch(
+            engine.hosting.hosted,
+            epoch=lambda: engine.placement.epoch,
+            num_away=lambda: len(engine.placement.placed),
+        )
+        self._metrics = metrics
+        self._server: HostingServer | None = None
+
+    @property
+    def address(self) -> str:
+        """Where guests come to, for presence; empty where this worker hosts nothing."""
+        return self._server.address if self._server is not None else ""
+
+    async def open(self) -> None:
+        """Once the engine has started: take guests and orders."""
+        if self._settings.hosting:
+            self._server = HostingServer(
+                await self._transport.listen(self._settings.link_host),
+                self._engine.hosting,
+                self._model,
+                self._runtime.spawn,
+                self._mover.hosting_changed,
+                self._metrics.hosted_call_seconds.observe,
+                fingerprint=self._fingerprint,
+                lease_seconds=self._settings.lease_seconds,
+                send_timeout_seconds=self._settings.hosting_timeout_seconds,
+            )
+            self._runtime.spawn("guests", self._server.run())
+        await self._mover.open()
+
+    def placement_changed(self, placement: Placement, lost: str) -> None:
+        """The engine's placement; see EngineListener."""
+        self._mover.placement_changed(placement, lost)
+
+    def roster_changed(self, change: RosterChange) -> None:
+        """Hosts and guests may be gone."""
+        for departed in change.departed:
+            if departed.kind in (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER):
+                self._mover.host_departed(departed.incarnation)
+                if self._server is not None:
+                    self._server.guest_departed(departed.incarnation)
+
+    async def drain(self) -> None:
+        """Take no more orders; returns when the guests have taken their modules home."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._mover.drain())
+            if self._server is not None:
+                tasks.create_task(self._server.drain())
+
+    async def close(self) -> None:
+        """Take no more orders and guests. The Links end with the transport."""
+        await self._mover.close()
+        if self._server is not None:
+            await self._server.close()
