@@ -21,10 +21,14 @@ _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascrip
 _FILES = {
     "/mesh": "page.html",
     "/mesh/page.css": "page.css",
+    "/mesh/placement.css": "placement.css",
     "/mesh/page.js": "page.js",
     "/mesh/follow.js": "follow.js",
     "/mesh/memory.js": "memory.js",
     "/mesh/cards.js": "cards.js",
+    "/mesh/workers.js": "workers.js",
+    "/mesh/placement.js": "placement.js",
+    "/mesh/moves.js": "moves.js",
 }
 PAGE_PATHS = frozenset(_FILES)
 """They tell nothing of the mesh, and ask for the key where one is needed."""

@@ -195,6 +195,7 @@ class GatewayService:
         status["placement"] = placement_document(services, self._placements, self._loads, now)
         names = names_of(services)
         status["migrations"] = [move_document(move, names) for move in self._placements.moves()]
+        status["unix_seconds"] = time.time()
         status["loop"] = self._loop.last if self._loop is not None else None
         status["models"] = list(self._served.names)
         status["reasons"] = self._readiness().reasons

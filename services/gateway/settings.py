@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from libs.config.errors import BadSetting
 from libs.runtime.settings import RuntimeSettings
 
 
@@ -63,6 +64,6 @@ class GatewaySettings(RuntimeSettings, frozen=True, kw_only=True):
     ] = 30.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError where holders of an API key could change the mesh."""
+        """Raises BadSetting where holders of an API key could change the mesh."""
         if self.admin_key and self.admin_key in self.api_key:
-            raise ValueError("admin_key must be none of the keys in api_key")
+            raise BadSetting("--admin-key", "(secret)", "a key that is none of those in --api-key")

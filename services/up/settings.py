@@ -33,7 +33,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     coordinators: Annotated[
         int,
         Meta(description="migration coordinators, of which one leads; 0: modules stay at home", ge=0, le=16),
-    ] = 0
+    ] = 1
     host: Annotated[str, Meta(description="where the gateway listens", min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(description="its port; 0 takes any free one", ge=0, le=65535)] = 8000
     state_dir: Annotated[str, Meta(description="logs and data; one mesh at a time uses it", min_length=1)] = (

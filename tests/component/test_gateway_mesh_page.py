@@ -102,8 +102,9 @@ async def test_the_page_parses_and_all_that_it_refers_to_is_served_here(mesh: Me
         assert len(set(found.ids)) == len(found.ids)
         assert set(found.labelled_by) <= set(found.ids)
         to_read = [urljoin("/mesh", url) for url in found.urls if url != "data:,"]
-        assert sorted(to_read) == ["/mesh/page.css", "/mesh/page.js"]
-        for path in ("/mesh/cards.js", "/mesh/follow.js", "/mesh/memory.js", *to_read):
+        assert sorted(to_read) == ["/mesh/page.css", "/mesh/page.js", "/mesh/placement.css"]
+        modules = ("cards", "follow", "memory", "moves", "placement", "workers")
+        for path in (*(f"/mesh/{name}.js" for name in modules), *to_read):
             answer = await http.get(path)
             assert answer.status_code == 200
             kind = "css" if path.endswith("css") else "javascript"

@@ -35,6 +35,7 @@ from libs.bus.messages.migration import (
     PlanMove,
 )
 from libs.bus.messages.presence import WorkerLoad
+from libs.config.errors import BadSetting
 from libs.placement.module import heads_of, lent_blocks, whole_layers
 from services.gateway.settings import GatewaySettings
 
@@ -370,5 +371,5 @@ async def test_an_admin_key_may_be_any_text(mesh: Mesh, coordinator: Coordinator
 
 
 def test_an_admin_key_that_is_an_api_key_is_no_setting() -> None:
-    with pytest.raises(ValueError, match="none of the keys in api_key"):
+    with pytest.raises(BadSetting, match="none of those in --api-key"):
         GatewaySettings(admin_key=API_KEY, api_key=(API_KEY,))

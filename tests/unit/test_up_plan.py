@@ -9,31 +9,48 @@ from libs.bus.messages.presence import ServiceKind
 from services.up.announce import invitation, reachable_url
 from services.up.pass_on import split_flags
 from services.up.plan import WORKERS, Child, children_environment, plan_children, share_threads
-from services.up.prepare import with_threads
+from services.up.prepare import with_admin_key, with_threads
 from services.up.settings import UpSettings
 
 OWN = UpSettings.__struct_fields__
 SERVICES = frozenset({"dtype", "eager", "api_key", "port", "model", "config"})
 
 
-@given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 3), st.integers(1, 3))
+@given(st.integers(0, 5), st.integers(1, 5), st.integers(0, 3), st.integers(1, 3), st.integers(0, 3))
 def test_each_mesh_has_what_was_asked_for_and_one_gateway(
-    num_prefill: int, num_decode: int, num_stores: int, num_routers: int
+    num_prefill: int, num_decode: int, num_stores: int, num_routers: int, num_coordinators: int
 ) -> None:
-    settings = UpSettings(prefill=num_prefill, decode=num_decode, stores=num_stores, routers=num_routers)
+    settings = UpSettings(
+        prefill=num_prefill,
+        decode=num_decode,
+        stores=num_stores,
+        routers=num_routers,
+        coordinators=num_coordinators,
+    )
     children = plan_children(settings, port=8000)
     kinds = [c.kind for c in children]
     assert kinds.count(ServiceKind.PREFILL_WORKER) == num_prefill
     assert kinds.count(ServiceKind.DECODE_WORKER) == num_decode
     assert kinds.count(ServiceKind.KV_STORE) == num_stores
     assert kinds.count(ServiceKind.ROUTER) == num_routers
+    assert kinds.count(ServiceKind.MIGRATION_COORDINATOR) == num_coordinators
     assert kinds.count(ServiceKind.GATEWAY) == 1
     assert len({c.name for c in children}) == len(children)
 
 
 def test_workers_are_named_by_role_and_number() -> None:
     names = [c.name for c in plan_children(UpSettings(prefill=2, decode=1), port=8000)]
-    assert names == ["gateway", "router-0", "store-0", "prefill-0", "prefill-1", "decode-0"]
+    assert names == [
+        *("gateway", "router-0", "coordinator-0", "store-0"),
+        *("prefill-0", "prefill-1", "decode-0"),
+    ]
+
+
+def test_a_coordinator_ends_after_the_workers_whose_moves_it_ends() -> None:
+    stages = {c.kind: c.stage for c in plan_children(UpSettings(), port=8000)}
+    workers = [stages[kind] for kind in WORKERS]
+    assert stages[ServiceKind.GATEWAY] < min(workers)
+    assert max(workers) < stages[ServiceKind.MIGRATION_COORDINATOR]
 
 
 def test_without_prefill_workers_the_decode_workers_run_prompts() -> None:
@@ -66,6 +83,14 @@ def test_only_workers_that_name_no_threads_themselves_get_a_share(kind: ServiceK
     assert with_threads(worker, _WorkerSettings(threads=3), 4).flags == ()
     assert with_threads(worker, _OtherSettings(), 4).flags == ()
     assert with_threads(Child("r", ServiceKind.ROUTER), _WorkerSettings(), 4).flags == ()
+
+
+def test_the_admin_key_is_a_variable_of_the_gateway_alone_and_in_no_repr() -> None:
+    children = [with_admin_key(c, "k-1") for c in plan_children(UpSettings(decode=2), port=8000)]
+    assert [c.name for c in children if c.environ] == ["gateway"]
+    assert children[0].environ == {"KVMESH_ADMIN_KEY": "k-1"}
+    assert "k-1" not in repr(children)
+    assert all("k-1" not in flag for child in children for flag in child.flags)
 
 
 def test_flags_of_services_become_variables_and_the_rest_stays() -> None:

@@ -12,8 +12,8 @@ const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const one = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
 export const count = (value) => whole.format(value);
 export const rate = (value) => one.format(value);
-const percent = (share) => `${whole.format(100 * share)}\u00a0%`;
-const many = (value, what) => `${count(value)}\u00a0${what}${value === 1 ? "" : "s"}`;
+export const percent = (share) => `${whole.format(100 * share)}\u00a0%`;
+export const many = (value, what) => `${count(value)}\u00a0${what}${value === 1 ? "" : "s"}`;
 
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -76,8 +76,19 @@ function figuresOf(service, card) {
     { shape: "meter", label: "busy", share: busy, text: `${percent(busy)}, ${count(numRunning)} running` },
     { shape: "meter", label: "memory", share: all ? used / all : 0, text: `${count(used)} of ${many(all, "block")}` },
     queueFigure(service, card),
+    ...moduleFigures(service.load),
     rateFigure(service),
   ];
+}
+
+/** What it does for other instances, and how long its own steps wait for others. */
+function moduleFigures({ hosted_busy_share: hosted = 0, num_hosted_bytes: numBytes = 0, away_share: away = 0 }) {
+  const figures = [];
+  if (hosted || numBytes) {
+    figures.push({ shape: "meter", label: "for others", share: hosted, text: `${percent(hosted)}, ${bytes(numBytes)}` });
+  }
+  if (away) figures.push({ shape: "meter", label: "waits for others", share: away, text: percent(away) });
+  return figures;
 }
 
 function queueFigure({ kind, load, num_seats: numSeats }, card) {
@@ -121,7 +132,7 @@ export function bytes(value) {
   return `${(at && number < 10 ? one : whole).format(number)}\u00a0${units[at]}`;
 }
 
-function drawMeter(element, owner, { label, share, text }) {
+export function drawMeter(element, owner, { label, share, text }) {
   const held = Math.max(0, Math.min(1, share));
   setText(element.querySelector(".label"), label);
   setText(element.querySelector(".text"), text);

@@ -3,12 +3,16 @@
 import { count, drawCards, rate, setText } from "./cards.js";
 import { follow, NeedsKey } from "./follow.js";
 import { Memory } from "./memory.js";
+import { drawLoop, drawMoves } from "./moves.js";
+import { drawInstances, drawLegend, namesIn } from "./placement.js";
+import { Workers } from "./workers.js";
 
 const KEY_NAME = "kvmesh key"; // kept for as long as this tab is open
 const EVENTS_URL = new URL("v1/mesh/events", document.baseURI);
 
 const $ = (id) => document.getElementById(id);
 const memory = new Memory();
+const workers = new Workers();
 const drawnChanges = new Set();
 
 async function show() {
@@ -64,7 +68,19 @@ function snapshot(mesh) {
     services.sort((a, b) => a.name.localeCompare(b.name, "en", { numeric: true }));
     drawCards(column.querySelector(".cards"), services);
   }
+  drawModules(mesh);
   drawChanges();
+}
+
+function drawModules({ placement = [], migrations = [], loop = null, unix_seconds: now }) {
+  const underWay = migrations.filter((move) => !move.is_over);
+  workers.hear(namesIn(placement, underWay));
+  $("placement").hidden = !placement.length;
+  drawLegend($("legend"), workers);
+  drawInstances($("instances"), placement, underWay, workers);
+  drawMoves({ underWay: $("under-way"), ended: $("ended") }, migrations, now);
+  $("no-moves").hidden = migrations.length > 0;
+  drawLoop($("loop"), loop, now);
 }
 
 function drawReasons(reasons) {
