@@ -9,8 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -21,7 +20,9 @@ from libs.cost.prefill import DEFAULT_PREFILL_COST, PrefillCost
 from libs.engine.engine_core import EngineCore
 from libs.engine.engine_thread import Command, EngineThread, Post
 from libs.engine.errors import EngineClosed, EngineDied, TooManyCommands
-from libs.engine.hosting.port import Host
+from libs.engine.hosting.hosting import Hosting
+from libs.engine.hosting.port import Answer, Host
+from libs.engine.listener_calls import listener_calls
 from libs.engine.meter import Meter
 from libs.engine.moves import Moves
 from libs.engine.outputs import (
@@ -79,9 +80,11 @@ class Engine:
             on_layers=on_layers,
             between_layers=between_layers,
             on_placement=self._tell_placement,
+            wait=self._wait,
             away=self._away,
         )
         self._thread: EngineThread | None = None
+        self._hosting: Hosting | None = None
         self._opened: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._death: Exception | None = None
@@ -95,6 +98,7 @@ class Engine:
         loop = self._loop = asyncio.get_running_loop()
         self._opened, self._ended = loop.create_future(), loop.create_future()
         self._thread = EngineThread(self._open, self._hear, loop=loop, num_threads=self._settings.num_threads)
+        self._hosting = Hosting(self._thread, self._ask)
         self._thread.start()
         await asyncio.shield(self._opened)
 
@@ -219,6 +223,23 @@ class Engine:
             self._thread.mailbox.put(Command(lambda core: core.budget.set_limit(hand_over_bytes)))
 
     @property
+    def hosting(self) -> Hosting:
+        """Modules of other instances that run here. Raises EngineClosed before `start`."""
+        if self._hosting is None:
+            raise EngineClosed("the engine was not started")
+        return self._hosting
+
+    def wake(self) -> None:
+        """The answer of a host has come; from any thread."""
+        if self._thread is not None:
+            self._thread.wake()
+
+    async def model_here(self) -> Model:
+        """The model, less the layers whose weights are away."""
+        model: Model = await self._ask(lambda core: core.model)
+        return model
+
+    @property
     def placement(self) -> Placement:
         """Where the instance's modules are, as of the last change that `on_placement` told."""
         return self._placement
@@ -258,8 +279,11 @@ class Engine:
 
         Waits until no step is put aside; cancel the move to end the wait. Raises MoveRefused, HostLost.
         """
-        switched: Switched = await self._move(lambda moves: moves.switch(move_id))
-        return switched
+        switched, pool = await self._ask(
+            lambda core: (core.move(lambda moves: moves.switch(move_id)), core.pool)
+        )
+        await asyncio.to_thread(pool.touch_own)  # where weights left, the pool got memory never used before
+        return cast("Switched", switched)
 
     async def cancel_move(self, move_id: str) -> None:
         """Nothing moves; no effect where it has switched, or never began."""
@@ -275,6 +299,12 @@ class Engine:
 
     async def _move(self, act: Callable[[Moves], Any]) -> Any:
         return await self._ask(lambda core: core.move(act))
+
+    def _wait(self, worker: str, answer: Answer) -> torch.Tensor:
+        """On the engine's thread."""
+        if self._thread is None:
+            raise EngineClosed("the engine was not started")
+        return self._thread.wait(answer, self._settings.hosting_timeout_seconds, worker)
 
     def _tell_placement(self, placement: Placement, lost: str) -> None:
         """On the engine's thread."""
@@ -298,6 +328,8 @@ class Engine:
             self._thread.load,
             busy_share=busy_share,
             tokens_per_second=tokens_per_second,
+            hosted_busy_share=self._thread.meter.hosted_share(),
+            num_hosted_bytes=sum(one.num_bytes for one in self._thread.hosted()),
             away_share=self._away.rates()[0],
         )
 
@@ -336,7 +368,7 @@ class Engine:
         """One call of the thread. What the listener raises stops neither the books nor other calls."""
         if self._thread is not None:
             self._thread.posted()
-        calls = self._listener_calls(post)
+        calls = listener_calls(self._listener, post, self._aborting, self.release_layer)
         for sequence_id in post.aborted:
             self._aborting[sequence_id] -= 1
             if not self._aborting[sequence_id]:
@@ -355,28 +387,6 @@ class Engine:
                 loop = asyncio.get_running_loop()
                 loop.call_exception_handler({"message": "engine listener failed", "exception": error})
         self._note_life(post)
-
-    def _listener_calls(self, post: Post) -> list[Callable[[], None]]:
-        """In order: KV first, then tokens, ends last. Nothing of what is being aborted."""
-        listener, calls = self._listener, list[Callable[[], None]]()
-        for layer in post.layers:
-            if layer.sequence_id in self._aborting:
-                self.release_layer(layer)
-            else:
-                calls.append(partial(listener.on_layer, layer))
-        if post.tokens:
-            tokens: Sequence[TokenOutput] = post.tokens
-            if self._aborting:
-                tokens = [token for token in tokens if token.sequence_id not in self._aborting]
-            if tokens:
-                calls.append(partial(listener.on_tokens, tokens))
-        wanted = (token for token in post.prompts_done if token.sequence_id not in self._aborting)
-        calls += [partial(listener.on_prompt_done, token) for token in wanted]
-        failed = (failure for failure in post.failed if failure.sequence_id not in self._aborting)
-        calls += [partial(listener.on_failed, failure) for failure in failed]
-        if post.stored or post.removed:
-            calls.append(partial(listener.on_names, post.stored, post.removed))
-        return calls
 
     def _note_life(self, post: Post) -> None:
         if self._opened is None or self._ended is None:

@@ -8,11 +8,11 @@ from libs.engine.hosting.calls import BeginStep, HostedCall
 from libs.engine.hosting.port import Answer, Host, HostLost
 from libs.engine.meter import Meter
 
-Wait = Callable[[Answer], torch.Tensor]
-"""Returns the answer's tensor once it is there; raises HostLost."""
+Wait = Callable[[str, Answer], torch.Tensor]
+"""Returns what this worker answers once it is there; raises HostLost."""
 
 
-def result_now(answer: Answer) -> torch.Tensor:
+def result_now(worker: str, answer: Answer) -> torch.Tensor:
     """The wait for hosts that answer before `call` returns."""
     return answer.result()
 
@@ -58,16 +58,16 @@ class Hosts:
         for host in self._hosts.values():
             host.call(call)
 
-    def wait(self, answer: Answer) -> torch.Tensor:
-        """What the call gave. Raises HostLost."""
+    def wait(self, worker: str, answer: Answer) -> torch.Tensor:
+        """What the worker's call gave. Raises HostLost."""
         if answer.is_done:
             return answer.result()
         self._away.begin()
         try:
-            return self._wait(answer)
+            return self._wait(worker, answer)
         finally:
             self._away.end(0)
 
     def ask(self, worker: str, call: HostedCall) -> torch.Tensor:
         """Calls and waits. Raises HostLost."""
-        return self.wait(self.call(worker, call))
+        return self.wait(worker, self.call(worker, call))

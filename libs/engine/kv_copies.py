@@ -169,7 +169,7 @@ class KvHome:
         if self._asked is None:
             return 0
         blocks, answer = self._asked
-        kv = self._hosts.wait(answer)
+        kv = self._hosts.wait(self._placed.worker, answer)
         self._asked = None
         self._staging.put(blocks, kv)
         self.num_bytes += kv.nbytes

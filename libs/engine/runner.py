@@ -138,7 +138,7 @@ class Runner:
         self._hosts.begin(run.worker, step.told)
         answer = self._hosts.call(run.worker, RunLayers(run.move_id, hidden))
         self._hand_over(run.layers, hand_overs)
-        hidden = self._hosts.wait(answer).to(hidden.device)
+        hidden = self._hosts.wait(run.worker, answer).to(hidden.device)
         self.between_layers()
         return hidden
 

@@ -72,7 +72,8 @@ class HeadsAttention:
             joined = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             joined[:, queries] = own()
             for part, answer in zip(self._away, answers, strict=True):
-                joined[:, part.queries] = self._hosts.wait(answer).to(q.device)
+                theirs = self._hosts.wait(part.placed.worker, answer)
+                joined[:, part.queries] = theirs.to(q.device)
             return joined
 
         return attended
@@ -122,7 +123,7 @@ class LentAttention:
 
         def attended() -> torch.Tensor:
             own, own_lse = self._attention.attend_with_lse(q, self._kv, part.seen, self._scale)
-            theirs = self._hosts.wait(answer).to(q.device)
+            theirs = self._hosts.wait(worker, answer).to(q.device)
             return merge_attended([own, theirs[..., :-1]], [own_lse, theirs[..., -1]])[0]
 
         return attended

@@ -56,7 +56,9 @@ class WholeKv:
             own = self._pool.blocks.index_select(0, self._ids(blocks[rows]))
             whole[_grid(rows, columns)] = own[:, sources]
         for part, answer in asked:
-            whole[_grid(part.rows, part.columns)] = self.hosts.wait(answer).to(whole.device)
+            whole[_grid(part.rows, part.columns)] = self.hosts.wait(part.placed.worker, answer).to(
+                whole.device
+            )
         return whole
 
     def write(self, layer: int, blocks: Int64, kv: torch.Tensor) -> None:

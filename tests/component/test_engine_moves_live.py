@@ -1,0 +1,162 @@
+"""Two engines with threads of their own: modules of one move to the other and back while both serve."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+from engine_harness import Listener
+from engine_moves import SIZE, core_of, drain, generation, model_of, prompt_of
+from engine_moves import begin as begin_alone
+
+from libs.engine.engine import Engine, EngineSettings
+from libs.engine.errors import MoveRefused
+from libs.engine.hosting.memory_host import MemoryHost
+from libs.engine.outputs import Switched
+from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.placement import Placed
+from libs.request.generation import Generation
+from libs.request.outcome import FailureReason
+
+
+class Pair:
+    """Each hosts for the other."""
+
+    def __init__(self, shape: str = "gqa") -> None:
+        self.model = model_of(shape)
+        sizes = EngineSettings(max_model_len=256, num_blocks=160, block_size=SIZE, max_num_batched_tokens=64)
+        self.heard = {name: Listener() for name in "ab"}
+        self.engines = {name: Engine(self.model, sizes, self.heard[name], home=name) for name in "ab"}
+
+    async def run(self, name: str, asked: Generation) -> None:
+        assert await self.engines[name].reserve(asked, whole_prompt=True) is not None
+        await self.engines[name].begin(asked.request_id, num_computed_tokens=0)
+
+    async def begin(self, home: str, worker: str, module: Module, move_id: str, lent: int = 20) -> None:
+        engine, host = self.engines[home], self.engines[worker]
+        placed = Placed(move_id=move_id, module=module, worker=worker)
+        wanted = await engine.capacity_with(placed) if module != lent_blocks(4) else lent
+        granted = await host.hosting.open(
+            home, move_id, module, num_blocks_wanted=wanted, num_blocks_least=lent
+        )
+        placed = Placed(move_id=move_id, module=module, worker=worker, num_blocks=granted)
+        await engine.begin_move(placed, MemoryHost(worker, home, host.hosting.call, engine.wake))
+
+    async def copy(self, home: str, move_id: str) -> Switched:
+        engine = self.engines[home]
+        while (await engine.copy_some(move_id, 20_000)).num_left_blocks > 4:
+            pass
+        return await engine.switch(move_id)
+
+    async def away(self, home: str, worker: str, module: Module, move_id: str) -> Switched:
+        await self.begin(home, worker, module, move_id)
+        return await self.copy(home, move_id)
+
+    async def back(self, home: str, worker: str, move_id: str) -> Switched:
+        await self.engines[home].begin_return(move_id)
+        switched = await self.copy(home, move_id)
+        await self.engines[worker].hosting.close(home, move_id)
+        return switched
+
+
+@asynccontextmanager
+async def opened(shape: str = "gqa") -> AsyncGenerator[Pair]:
+    pair = Pair(shape)
+    for engine in pair.engines.values():
+        await engine.start()
+    try:
+        async with asyncio.timeout(60):
+            yield pair
+    finally:
+        for engine in pair.engines.values():
+            await engine.close()
+
+
+def asked(name: str) -> list[Generation]:
+    return [
+        generation(prompt_of(4 + 5 * one, one), f"{name}{one}", max_tokens=120, seed=one if one % 2 else None)
+        for one in range(8)
+    ]
+
+
+def unmoved(shape: str, name: str) -> dict[str, list[int]]:
+    core = core_of(model_of(shape), num_blocks=160)
+    for one in asked(name):
+        begin_alone(core, one)
+    return drain(core).tokens
+
+
+@pytest.mark.parametrize("module", [whole_layers(1, 3), heads_of(0, 4, (2,)), lent_blocks(4)], ids=repr)
+async def test_two_engines_host_for_each_other_while_both_decode(module: Module) -> None:
+    async with opened() as pair:
+        for one in asked("a"):
+            await pair.run("a", one)
+        for one in asked("b"):
+            await pair.run("b", one)
+        for number in range(3):
+            await asyncio.gather(
+                pair.away("a", "b", module, f"ab{number}"), pair.away("b", "a", module, f"ba{number}")
+            )
+            await asyncio.gather(pair.back("a", "b", f"ab{number}"), pair.back("b", "a", f"ba{number}"))
+        for name, heard in pair.heard.items():
+            expected = unmoved("gqa", name)
+            await heard.until(
+                lambda heard=heard, expected=expected: (
+                    sum(len(step) for step in heard.steps) == sum(map(len, expected.values()))
+                )
+            )
+            assert {one: heard.ids(one) for one in expected} == expected
+            assert heard.failed == []
+            assert [placement.epoch for placement, _ in heard.placements] == [1, 2, 3, 4, 5, 6]
+            engine = pair.engines[name]
+            assert engine.hosting.hosted() == ()
+            assert engine.num_total_blocks == engine.num_free_blocks == 160
+
+
+async def test_a_host_that_closes_the_guest_is_lost_and_every_token_is_right() -> None:
+    async with opened() as pair:
+        for one in asked("a"):
+            await pair.run("a", one)
+        await pair.away("a", "b", heads_of(0, 4, (0, 1)), "m")
+        heard = pair.heard["a"]
+        await heard.until(lambda: len(heard.ids("a3")) > 2)
+        await pair.engines["b"].hosting.close_guest("a")
+        expected = unmoved("gqa", "a")
+        await heard.until(lambda: all(len(heard.ids(one)) == len(ids) for one, ids in expected.items()))
+        assert {one: heard.ids(one) for one in expected} == expected
+        assert [lost.partition(":")[0] for _, lost in heard.placements] == ["", "b"]
+        assert pair.engines["a"].placement.placed == ()
+        assert pair.engines["a"].num_total_blocks == 160
+
+
+async def test_a_cancelled_move_leaves_everything_as_it_was_and_another_may_begin() -> None:
+    async with opened() as pair:
+        await pair.run("a", generation(prompt_of(30), "x", max_tokens=100))
+        await pair.begin("a", "b", whole_layers(0, 2), "m")
+        other = Placed(move_id="n", module=whole_layers(2, 3), worker="b", num_blocks=400)
+        with pytest.raises(MoveRefused, match="one at a time"):
+            await pair.engines["a"].begin_move(
+                other, MemoryHost("b", "a", pair.engines["b"].hosting.call, pair.engines["a"].wake)
+            )
+        await pair.engines["a"].cancel_move("m")
+        with pytest.raises(MoveRefused, match="not under way"):
+            await pair.engines["a"].switch("m")
+        await pair.engines["b"].hosting.close("a", "m")
+        switched = await pair.away("a", "b", whole_layers(0, 1), "o")
+        assert switched.num_blocks_before == 160
+        assert switched.num_blocks_after == 160 * 4 // 3
+
+
+async def test_a_sequence_that_awaits_kv_fails_with_its_host_and_others_are_told_nothing() -> None:
+    async with opened() as pair:
+        engine, heard = pair.engines["a"], pair.heard["a"]
+        await pair.away("a", "b", whole_layers(1, 3), "m")
+        waiting = generation(prompt_of(40), "waits")
+        assert await engine.reserve(waiting, whole_prompt=True) is not None
+        await engine.begin("waits", num_computed_tokens=40, awaits_kv=True)
+        await pair.run("a", generation(prompt_of(20, 3), "runs"))
+        await engine.lose_host("b", "its lease ended")
+        await heard.until(lambda: heard.failed)
+        assert [(one.sequence_id, one.reason) for one in heard.failed] == [("waits", FailureReason.PEER_LOST)]
+        await heard.until(lambda: len(heard.ids("runs")) == 24)
+        assert engine.load().away_share >= 0
