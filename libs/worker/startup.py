@@ -90,6 +90,7 @@ def engine_settings_of(settings: WorkerSettings, model: Model) -> EngineSettings
         max_num_batched_tokens=settings.max_num_batched_tokens,
         num_threads=settings.threads or None,
         device_share=settings.device_share,
+        hosting_timeout_seconds=settings.hosting_timeout_seconds,
     )
 
 

@@ -158,7 +158,8 @@ class HostLink:
         return reason
 
     async def close(self) -> None:
-        """Idempotent; `serve` returns."""
+        """Fails what waits; `serve` returns. Idempotent."""
+        self._lose("this side closed the Link")
         await self._link.close()
 
     def _post(self, call: HostedCall, answer: Answer) -> None:
@@ -250,7 +251,7 @@ class HostLink:
 
     def _lose(self, reason: str) -> None:
         with self._lock:
-            self._lost = lost = HostLost(self.worker, reason)
+            self._lost = lost = self._lost or HostLost(self.worker, reason)
             answers, self._answers = self._answers, {}
         self._outgoing.close()
         for answer in answers.values():

@@ -83,10 +83,10 @@ class HostLinks:
             self._spawn("host-link", self._serve(host))
             return host
 
-    async def drop(self, worker: str) -> None:
-        """Cut the Link, if there is one."""
-        if (host := self._links.get(worker)) is not None:
-            await host.close()
+    def drop(self, worker: str) -> None:
+        """Cut the Link, if there is one; `host_lost` is not told of it. Who connects again gets a new one."""
+        if (host := self._links.pop(worker, None)) is not None:
+            self._spawn("drop-host", host.close())
 
     async def _serve(self, host: HostLink) -> None:
         reason = "this worker is closing"
@@ -94,5 +94,6 @@ class HostLinks:
             reason = await host.serve()
         finally:
             log.info("host_link_ended", host=host.worker, reason=reason)
-            del self._links[host.worker]
-            self._events.host_lost(host.worker, reason)
+            if self._links.get(host.worker) is host:
+                del self._links[host.worker]
+                self._events.host_lost(host.worker, reason)

@@ -154,7 +154,7 @@ class Mover:
         """It left the mesh: do not wait for its Link."""
         if self._links.get(worker) is not None:
             self.host_lost(worker, "it left the mesh")
-            self._runtime.spawn("drop-host", self._links.drop(worker))
+            self._links.drop(worker)
 
     def host_leaving(self, worker: str) -> None:
         """It asks for its modules to be taken back."""
@@ -262,7 +262,7 @@ class Mover:
         if self._move is not None:
             used.add(self._move.record.host)
         for worker in self._links.workers() - used:
-            self._runtime.spawn("drop-host", self._links.drop(worker))
+            self._links.drop(worker)
 
     def _at(self, worker: str) -> list[Placed]:
         return [one for one in self._home.placement.placed if one.worker == worker]

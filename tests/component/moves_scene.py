@@ -1,0 +1,152 @@
+"""Two workers between which modules move while sequences run, and somebody who orders moves and listens."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from workers_gateway import Stream
+from workers_mesh import Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
+from workers_reference import Reference
+
+from libs.bus.memory_bus import MemoryBus
+from libs.bus.messages.migration import (
+    AbandonMove,
+    MoveAccepted,
+    MoveDenied,
+    MovePhase,
+    MoveRecord,
+    MoveTold,
+    PlacementTold,
+    StartMove,
+)
+from libs.placement.module import Module
+from libs.placement.phases import is_over
+from libs.placement.placement import Placement
+
+SECONDS = 20.0
+
+
+class MovesScene:
+    """`home` is the worker whose sequences run, `host` the other."""
+
+    def __init__(self, mesh: WorkersMesh, gateway: Gateway, home: Hosted, host: Hosted) -> None:
+        self.mesh, self.gateway, self.home, self.host = mesh, gateway, home, host
+        self.bus = MemoryBus(mesh.broker)
+        self.told: dict[str, list[MoveRecord]] = defaultdict(list)
+        self.placements: dict[str, PlacementTold] = {}
+        self._heard = asyncio.Event()
+        self._num_moves = 0
+
+    async def open(self) -> None:
+        await self.bus.subscribe(MoveTold, self._hear_move)
+        await self.bus.subscribe(PlacementTold, self._hear_placement)
+
+    @property
+    def placement(self) -> Placement:
+        return self.home.service._engine.placement
+
+    async def start(self, module: Module | None = None, **facts: Any) -> MoveAccepted | MoveDenied:
+        self._num_moves += 1
+        plain: dict[str, Any] = {
+            "move_id": f"move-{self._num_moves}",
+            "module": module,
+            "host": self.host.incarnation if module is not None else "",
+            "expected_epoch": self.placement.epoch,
+            "deadline_seconds": SECONDS,
+        }
+        order = StartMove(**{**plain, **facts})
+        return await self.bus.request(order, to=self.home.incarnation, timeout_seconds=5)
+
+    async def move(self, module: Module | None = None, **facts: Any) -> MoveRecord:
+        """Start one and see it to its end."""
+        answer = await self.start(module, **facts)
+        assert isinstance(answer, MoveAccepted), answer
+        return await self.end(answer.move_id)
+
+    async def away(self, module: Module, **facts: Any) -> MoveRecord:
+        record = await self.move(module, **facts)
+        assert record.phase is MovePhase.DONE, record
+        return record
+
+    async def back(self, move_id: str) -> MoveRecord:
+        record = await self.move(returned_move_id=move_id)
+        assert record.phase is MovePhase.DONE, record
+        return record
+
+    async def abandon(self, move_id: str) -> MoveAccepted | MoveDenied:
+        return await self.bus.request(
+            AbandonMove(move_id=move_id), to=self.home.incarnation, timeout_seconds=5
+        )
+
+    async def end(self, move_id: str) -> MoveRecord:
+        return await self.until(move_id, *(phase for phase in MovePhase if is_over(phase)))
+
+    async def until(self, move_id: str, *phases: MovePhase) -> MoveRecord:
+        async with asyncio.timeout(SECONDS):
+            while True:
+                found = [one for one in self.told[move_id] if one.phase in phases]
+                if found:
+                    return found[0]
+                self._heard.clear()
+                await self._heard.wait()
+
+    async def begin(self, num_sequences: int, num_tokens: int, num_prompt_tokens: int = 21) -> list[Stream]:
+        """Sequences that run at home."""
+        generations = [
+            self.gateway.generation(prompt_of(num_prompt_tokens + n, n), max_tokens=num_tokens)
+            for n in range(num_sequences)
+        ]
+        return list(
+            await asyncio.gather(
+                *(self.gateway.begin(one, decode=self.home.incarnation) for one in generations)
+            )
+        )
+
+    async def check(self, streams: list[Stream]) -> None:
+        """Every stream came to its end with the tokens of one engine alone."""
+        async with Reference() as reference:
+            for stream in streams:
+                await stream.end()
+                assert stream.failure is None, stream.detail
+                expected = await reference.tokens(stream.generation)
+                assert stream.tokens == [token.token_id for token in expected]
+
+    async def until_nothing_is_left(self) -> None:
+        """All is home, and nothing of it is anywhere else."""
+        await self.mesh.until_idle()
+        await self.mesh.until(lambda: not self.placement.placed)
+        live = [one for one in (self.home, self.host) if one.task is not None and not one.task.done()]
+        await self.mesh.until(
+            lambda: all(
+                one.gauge("kvmesh_hosted_modules") == 0 == one.gauge("kvmesh_hosted_bytes")
+                and one.gauge("kvmesh_num_links") == 0
+                for one in live
+            )
+        )
+
+    def _hear_move(self, told: MoveTold) -> None:
+        self.told[told.move.move_id].append(told.move)
+        self._heard.set()
+
+    def _hear_placement(self, told: PlacementTold) -> None:
+        self.placements[told.placement.home] = told
+        self._heard.set()
+
+
+@asynccontextmanager
+async def moving_mesh(*, host: dict[str, Any] | None = None, **home: Any) -> AsyncIterator[MovesScene]:
+    async with running_mesh() as mesh:
+        gateway = await mesh.gateway()
+        scene = MovesScene(
+            mesh,
+            gateway,
+            await mesh.decode("decode-0", role="both", **home),
+            await mesh.decode("decode-1", role="both", **(host or {})),
+        )
+        await scene.open()
+        await mesh.until(lambda: scene.home.service._roster.get(scene.host.incarnation) is not None)
+        await mesh.until(lambda: scene.home.service._roster.get(scene.host.incarnation).hosting_address != "")
+        yield scene
+        await scene.bus.close()
