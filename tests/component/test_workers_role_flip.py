@@ -9,8 +9,9 @@ from workers_mesh import Hosted, WorkersMesh, prompt_of, running_mesh
 
 from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.migration import DenialReason, FlipRole, MoveAccepted, MoveDenied
-from libs.bus.messages.presence import ServiceKind, ServiceState
+from libs.bus.messages.presence import ServiceState
 from libs.bus.port import NoResponders
+from libs.request.outcome import FailureReason
 
 
 @pytest.fixture
@@ -66,18 +67,17 @@ async def test_a_decode_worker_ends_what_it_has_begun_before_it_becomes_another(
     assert decode.gauge("kvmesh_role_flips_total") == 1
 
 
-async def test_prompts_of_a_prefill_worker_that_becomes_another_are_handed_over_first(
-    mesh: WorkersMesh,
-) -> None:
+async def test_a_prefill_worker_runs_the_prompts_it_took_before_it_becomes_another(mesh: WorkersMesh) -> None:
     gateway, prefill, decode = await mesh.gateway(), await mesh.prefill(), await mesh.decode()
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
-    streams = [await gateway.begin(gateway.generation(prompt_of(90, seed=n)), **where) for n in range(4)]
+    for n in range(4):
+        await gateway.begin(gateway.generation(prompt_of(90, seed=n)), **where)
     assert isinstance(await order(mesh, prefill), MoveAccepted)
     assert await ended(prefill) == "services.decode_worker"
-    for stream in streams:
-        await stream.end()
-        assert (len(stream.tokens), stream.failure) == (8, None)
-    assert prefill.presence.kind is ServiceKind.PREFILL_WORKER
+    assert prefill.gauge("kvmesh_prompt_tokens_total") == 4 * 90
+    for reason in FailureReason:
+        assert prefill.gauge("kvmesh_requests_failed_total", reason=reason.value) == 0
+    await mesh.until(lambda: all(stream.ended.is_set() for stream in gateway.streams.values()))
 
 
 async def test_a_worker_that_was_asked_to_end_is_not_flipped(mesh: WorkersMesh) -> None:
