@@ -1,6 +1,7 @@
 """kvmesh explain: what the coordinator's loop saw, considered and did, round by round, in 80 columns."""
 
 import json
+import re
 import textwrap
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ def show_explanation(told: dict[str, Any], *, as_json: bool, out: TextIO) -> Non
     if as_json:
         out.write(json.dumps(told, ensure_ascii=False) + "\n")
         return
-    console = Console(file=out, highlight=False, width=_WIDTH)
+    console = Console(file=out, highlight=False, markup=False, width=_WIDTH)
     mode = "moves by itself" if told["is_automatic"] else "only watches: what it would do is not done"
     console.print(Text(f"coordinator {told['leader']}: {mode}", "bold"), soft_wrap=True)
     rounds = list(reversed(told.get("rounds") or []))
@@ -30,10 +31,10 @@ def show_explanation(told: dict[str, Any], *, as_json: bool, out: TextIO) -> Non
 
 
 def _same_in_a_row(rounds: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Rounds in which nothing was considered, with one and the same decision, are told together."""
+    """Rounds in which nothing was considered, with the same decision but for figures, are told together."""
     run: list[dict[str, Any]] = []
     for each in rounds:
-        if run and not (_is_quiet(each) and _is_quiet(run[-1]) and each["decision"] == run[-1]["decision"]):
+        if run and not (_is_quiet(each) and _is_quiet(run[-1]) and _kind_of(each) == _kind_of(run[-1])):
             yield run
             run = []
         run.append(each)
@@ -43,6 +44,10 @@ def _same_in_a_row(rounds: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]
 
 def _is_quiet(told: dict[str, Any]) -> bool:
     return not told["candidates"] and not told["move_id"]
+
+
+def _kind_of(told: dict[str, Any]) -> str:
+    return re.sub(r"\d+(\.\d+)?", "#", told["decision"])
 
 
 def _round_lines(run: list[dict[str, Any]]) -> Iterator[Text]:

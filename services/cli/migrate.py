@@ -41,7 +41,7 @@ def follow_move(
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
     """The record of the move when it is over; each phase is told to `out` as it ends."""
-    console = Console(file=out, highlight=False, quiet=out is None)
+    console = Console(file=out, highlight=False, markup=False, quiet=out is None)
     record = gateway.migration(move_id)
     console.print(f"move {record['id']}: {move_words(record)}", soft_wrap=True)
     told: set[str] = set()
@@ -75,7 +75,7 @@ def show_moves(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
         table.add_column(title, overflow="fold", justify="left" if title in ("id", "what") else "right")
     for move in moves:
         table.add_row(*_cells(move))
-    Console(file=out, highlight=False, width=None if out.isatty() else PIPE_WIDTH).print(table)
+    Console(file=out, highlight=False, markup=False, width=None if out.isatty() else PIPE_WIDTH).print(table)
     for move in moves:
         if move["error"]:
             out.write(f"{move['id']}: {move['error']}\n")
@@ -140,7 +140,7 @@ def _cells(move: dict[str, Any]) -> list[str]:
         _words(move["phase"]),
         _took(move),
         f"{1000 * move['pause_seconds']:.1f} ms" if was_paused else "",
-        size_words(move["num_kv_bytes"] + move["num_weight_bytes"]),
+        size_words(num_bytes) if (num_bytes := move["num_kv_bytes"] + move["num_weight_bytes"]) else "",
         _blocks_words(move) if was_resized else "",
     ]
 

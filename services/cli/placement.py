@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from services.cli.letters import Letters
@@ -12,6 +14,7 @@ from services.cli.letters import Letters
 PIPE_WIDTH = 100
 """Columns where nobody's screen sets a limit."""
 _RULER_STEP = 10
+_LABEL_WIDTH = 12
 _GIB, _MIB = 1 << 30, 1 << 20
 
 
@@ -21,7 +24,7 @@ def show_placement(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
         out.write(json.dumps(told, ensure_ascii=False) + "\n")
         return
     instances = told.get("instances") or []
-    console = Console(file=out, highlight=False, width=None if out.isatty() else PIPE_WIDTH)
+    console = Console(file=out, highlight=False, markup=False, width=None if out.isatty() else PIPE_WIDTH)
     if not instances:
         console.print("No worker has told its placement yet.")
         return
@@ -60,21 +63,29 @@ def _show_instance(console: Console, instance: dict[str, Any], letters: Letters)
     console.print(title)
     for first in range(0, instance["num_layers"], width := _layers_in_a_row(console.width)):
         end = min(first + width, instance["num_layers"])
-        console.print(Text(" " * 8 + _ruler(first, end), "dim"))
-        for head in range(instance["num_kv_heads"]):
-            row = Text("head " if not head else "     ", "dim")
-            row.append(f"{head:>2} ", "dim")
-            for layer in range(first, end):
-                holder = _holder(instance, layer, head)
-                row.append(letters.letter(holder), letters.colour(holder) if holder != name else "dim")
+        console.print(Text(" " * _LABEL_WIDTH + _ruler(first, end), "dim"))
+        for heads, holders in _rows(instance, first, end):
+            row = Text(f"{heads:<{_LABEL_WIDTH}}", "dim")
+            for holder in holders:
+                row.append(letters.letter(holder), "dim" if holder == name else letters.colour(holder))
             console.print(row)
     for words in (*_away_words(instance), *_hosted_words(instance), _capacity_words(capacity)):
-        console.print(Text("        " + words), soft_wrap=False)
+        console.print(Padding(Text(words), (0, 0, 0, _LABEL_WIDTH), expand=False))
+
+
+def _rows(instance: dict[str, Any], first: int, end: int) -> Iterator[tuple[str, list[str]]]:
+    """Who holds the layers, head by head; heads that are held alike share a row."""
+    heads = range(instance["num_kv_heads"])
+    held = [[_holder(instance, layer, head) for layer in range(first, end)] for head in heads]
+    for holders, group in groupby(heads, key=lambda head: held[head]):
+        *_, last = alike = list(group)
+        label = f"head {last}" if len(alike) == 1 else f"heads {alike[0]}-{last}"
+        yield label, holders
 
 
 def _layers_in_a_row(width: int) -> int:
-    """A multiple of ten that fits beside the row's name."""
-    return max(_RULER_STEP, (width - 9) // _RULER_STEP * _RULER_STEP)
+    """A multiple of ten that fits beside the row's label."""
+    return max(_RULER_STEP, (width - _LABEL_WIDTH) // _RULER_STEP * _RULER_STEP)
 
 
 def _ruler(first: int, end: int) -> str:

@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-_NAME_WIDTH = 10
+_NAME_WIDTH = 13
 
 
 class Display(Protocol):

@@ -14,7 +14,7 @@ def test_without_a_terminal_there_are_only_lines(capsys: pytest.CaptureFixture[s
     display.line("router", "ready")
     display.text("as [it] is")
     display.close()
-    assert capsys.readouterr().out == "router     ready\nas [it] is\n"
+    assert capsys.readouterr().out == "router        ready\nas [it] is\n"
 
 
 def test_on_a_terminal_lasting_lines_stay_whole_and_the_busy_ones_go() -> None:

@@ -1,0 +1,228 @@
+"""kvmesh placement, migrate and explain against a real gateway, a coordinator answering on the bus."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from gateway_coordinator import (
+    DECODE,
+    LAYERS_AWAY,
+    NUM_LAYERS,
+    PREFILL,
+    Coordinator,
+    at_home,
+    candidate,
+    done,
+    hosted,
+    record,
+    seen,
+    told,
+)
+from gateway_mesh import Mesh, running_gateway
+
+from libs.bus.memory_broker import MemoryBroker
+from libs.bus.memory_bus import MemoryBus
+from libs.bus.messages.migration import CancelMove, DenialReason, MoveDenied, MovePhase, PlanMove
+from libs.bus.messages.presence import WorkerLoad
+from libs.placement.module import heads_of, lent_blocks, whole_layers
+from services.cli.__main__ import main
+
+ADMIN_KEY = "adm-one"
+Said = tuple[int, str, str]
+
+
+@pytest.fixture
+async def mesh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Mesh]:
+    broker = MemoryBroker()
+    async with running_gateway(MemoryBus(broker), MemoryBus(broker), admin_key=ADMIN_KEY) as mesh:
+        monkeypatch.setenv("KVMESH_URL", mesh.url)
+        monkeypatch.setenv("KVMESH_STATE_DIR", str(tmp_path))
+        monkeypatch.delenv("KVMESH_ADMIN_KEY", raising=False)
+        (tmp_path / "admin.key").write_text(ADMIN_KEY + "\n")
+        await mesh.bus.publish(told(at_home(PREFILL)))
+        await tell(mesh, told(at_home()))
+        yield mesh
+
+
+@pytest.fixture
+async def coordinator(mesh: Mesh) -> Coordinator:
+    coordinator = Coordinator(mesh.bus)
+    await coordinator.open()
+    return coordinator
+
+
+@pytest.fixture
+def kvmesh(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    del mesh
+
+    async def run(*words: str) -> Said:
+        capsys.readouterr()
+        code = await asyncio.to_thread(main, list(words))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+async def tell(mesh: Mesh, message: Any) -> None:
+    await mesh.bus.publish(message)
+    async with mesh.http() as http:
+        while True:
+            instances = (await http.get("/v1/mesh/placement")).json()["instances"]
+            if any(
+                i["incarnation"] == message.placement.home and i["epoch"] == message.placement.epoch
+                for i in instances
+            ):
+                return
+
+
+async def test_the_placement_is_a_picture(mesh: Mesh, kvmesh: Callable[..., Any]) -> None:
+    await mesh.decodes[0].report(WorkerLoad(num_blocks=1200, num_used_blocks=300, block_size=16))
+    await mesh.bus.publish(told(at_home(PREFILL), hosted=(hosted(whole_layers(20, 30)),)))
+    await tell(mesh, told(LAYERS_AWAY))
+    code, out, _ = await kvmesh("placement")
+    assert code == 0
+    for line in (
+        "A decode-0   B prefill-0",
+        "decode-0  epoch 1",
+        "heads 0-2   AAAAAAAAAAAAAAAAAAAABBBBBBBBBB",
+        "layers 20-29 at prefill-0, with their weights (move m1)",
+        "hosts layers 20-29 of decode-0 in 64.0 MiB",
+        "1200 KV blocks, 19200 tokens; 25% in use",
+    ):
+        assert line in out
+    code, out, _ = await kvmesh("placement", "--output", "json")
+    assert json.loads(out)["instances"][0]["layers"][1]["worker"] == "prefill-0"
+
+
+ASKED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (("--layers", "20:30"), {"module": whole_layers(20, 30), "with_weights": True}),
+    (("--layers", "20:30", "--kind", "offload"), {"module": whole_layers(20, 30)}),
+    (("--heads", "1,2"), {"module": heads_of(0, NUM_LAYERS, (1, 2))}),
+    (("--heads", "0", "--layers", "3:5"), {"module": heads_of(3, 5, (0,))}),
+    (("--tokens",), {"module": lent_blocks(NUM_LAYERS)}),
+    (("--tokens", "--blocks", "9"), {"module": lent_blocks(NUM_LAYERS), "num_blocks": 9}),
+    (("--layers", "0:1", "--expected-epoch", "0"), {"module": whole_layers(0, 1), "with_weights": True,
+                                                    "expected_epoch": 0}),
+]  # fmt: skip
+
+
+async def test_each_way_to_ask_asks_for_what_it_says(
+    coordinator: Coordinator, kvmesh: Callable[..., Any]
+) -> None:
+    for words, meant in ASKED:
+        code, out, err = await kvmesh("migrate", "decode-0", "--to", "prefill-0", *words)
+        assert (code, err) == (0, "")
+        assert "move m1 begins" in out
+        assert coordinator.asked.pop() == PlanMove(instance=DECODE, host=PREFILL, **meant)
+    assert (await kvmesh("migrate", "decode-0", "--return", "m0"))[0] == 0
+    assert coordinator.asked == [PlanMove(instance=DECODE, returned_move_id="m0")]
+
+
+async def test_a_move_that_is_waited_for_is_told_phase_by_phase(
+    coordinator: Coordinator, kvmesh: Callable[..., Any]
+) -> None:
+    coordinator.moves = [done()]
+    words = ("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
+    code, out, _ = await kvmesh(*words)
+    assert code == 0
+    assert out.splitlines() == [
+        "move m1: layers 20-29 of decode-0 to prefill-0 (migrate)",
+        "  reserving       0.02 s",
+        "  copying         0.90 s  KV 12.0 MiB, weights 70.0 MiB",
+        "  catching up     0.30 s  2 rounds",
+        "  switching       0.01 s  pause 8.3 ms",
+        "done in 1.50 s; decode-0: 800 -> 1200 (+50%) KV blocks, epoch 1",
+    ]
+    code, out, _ = await kvmesh(*words, "--output", "json")
+    assert json.loads(out)["num_blocks_after"] == 1200
+
+
+async def test_a_move_that_fails_says_why_in_one_line(
+    coordinator: Coordinator, kvmesh: Callable[..., Any]
+) -> None:
+    coordinator.moves = [record(MovePhase.FAILED, error="prefill-0 has no room")]
+    code, out, err = await kvmesh("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
+    assert code == 1
+    assert err == "kvmesh: move m1 failed: prefill-0 has no room\n"
+    assert "done" not in out
+
+
+async def test_a_refusal_is_one_line(coordinator: Coordinator, kvmesh: Callable[..., Any]) -> None:
+    coordinator.answer = MoveDenied(
+        reason=DenialReason.STALE_EPOCH, detail="the placement has epoch 4", epoch=4
+    )
+    code, out, err = await kvmesh("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30")
+    assert (code, out, err) == (1, "", "kvmesh: the placement has epoch 4 (HTTP 409)\n")
+
+
+async def test_without_a_coordinator_it_is_said_how_to_start_one(kvmesh: Callable[..., Any]) -> None:
+    for words in (("explain",), ("migrate", "decode-0", "--to", "prefill-0", "--tokens")):
+        code, _, err = await kvmesh(*words)
+        assert code == 1
+        assert "kvmesh up --coordinators 1" in err
+        assert err.count("\n") == 1
+
+
+async def test_moves_are_listed_and_one_cancelled(
+    coordinator: Coordinator, kvmesh: Callable[..., Any]
+) -> None:
+    assert (await kvmesh("migrate", "--list"))[1] == "There was no move yet.\n"
+    coordinator.moves = [
+        record(move_id="m2"),
+        record(MovePhase.FAILED, move_id="m0", error="no room"),
+        done(),
+    ]
+    _, out, _ = await kvmesh("migrate", "--list")
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("m")] == ["m2", "m0", "m1", "m0:"]
+    for said in ("copying", "8.3 ms", "82.0 MiB", "800 -> 1200 (+50%)", "m0: no room"):
+        assert said in out
+    _, out, _ = await kvmesh("migrate", "--list", "--output", "json")
+    assert len(json.loads(out)["data"]) == 3
+    code, out, _ = await kvmesh("migrate", "--cancel", "m2")
+    assert (code, coordinator.asked) == (0, [CancelMove(move_id="m2")])
+    assert out == "move m1 is rolled back\n"
+
+
+async def test_the_loop_is_explained(coordinator: Coordinator, kvmesh: Callable[..., Any]) -> None:
+    coordinator.rounds = [seen(9, candidates=(candidate(),), move_id="m1"), seen(8), seen(7)]
+    code, out, _ = await kvmesh("explain", "--rounds", "7")
+    assert code == 0
+    assert out.index("rounds 7-8") < out.index("round 9")
+    _, out, _ = await kvmesh("explain", "--output", "json")
+    assert json.loads(out)["rounds"][0]["number"] == 9
+
+
+# Whose key
+
+
+async def test_a_wrong_key_is_told_where_the_right_one_is(
+    coordinator: Coordinator, kvmesh: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("migrate", "--cancel", "m1")
+    for key in ("wrong", "schlüssel"):
+        code, _, err = await kvmesh(*words, "--admin-key", key)
+        assert code == 1
+        assert "the admin key is needed: --admin-key or $KVMESH_ADMIN_KEY" in err
+    (tmp_path / "admin.key").unlink()
+    assert (await kvmesh(*words))[0] == 1
+    assert coordinator.asked == []
+    monkeypatch.setenv("KVMESH_ADMIN_KEY", ADMIN_KEY)
+    assert (await kvmesh(*words))[0] == 0
+
+
+async def test_reads_show_no_admin_key(monkeypatch: pytest.MonkeyPatch, kvmesh: Callable[..., Any]) -> None:
+    shown: list[str] = []
+    send = httpx.Client.send
+
+    def heard(self: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
+        shown.append(request.headers.get("authorization", ""))
+        return send(self, request, **options)
+
+    monkeypatch.setattr(httpx.Client, "send", heard)
+    await kvmesh("placement")
+    await kvmesh("migrate", "--list")
+    assert shown == ["", ""]

@@ -1,0 +1,248 @@
+"""Moves as they are typed, placements and rounds as they are read in a terminal."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from gateway_coordinator import candidate, done, record, seen
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.bus.messages.migration import MovePhase, Rounds
+from services.cli.admin_key import find_admin_key
+from services.cli.arguments import BadCommand, move_asked, new_parser
+from services.cli.explain import show_explanation
+from services.cli.letters import Letters
+from services.cli.migrate import follow_move
+from services.cli.placement import show_placement
+from services.gateway.placement_view import move_document
+
+
+def asked(*words: str) -> dict[str, Any]:
+    return move_asked(new_parser().parse_args(["migrate", *words]))
+
+
+def test_only_what_was_typed_is_asked() -> None:
+    assert asked("d", "--to", "p", "--layers", "0:3") == {"instance": "d", "host": "p", "layers": [0, 3]}
+    assert asked("d", "--return", "m") == {"instance": "d", "return_of": "m"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("d",),
+        ("d", "--to", "p"),
+        ("d", "--layers", "0:3"),
+        ("d", "--to", "p", "--tokens", "--heads", "1"),
+        ("d", "--to", "p", "--return", "m"),
+        ("d", "--return", "m", "--tokens"),
+    ],
+)
+def test_words_that_make_no_move_are_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(BadCommand):
+        asked(*words)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--layers", "3"), ("--layers", "3:3"), ("--layers", "a:b"), ("--layers", "-1:3"),
+        ("--heads", "1,,2"), ("--heads", ""), ("--heads", "x"), ("--blocks", "0"), ("--kind", "copy"), ("--list", "--cancel", "m"),
+    ],
+)  # fmt: skip
+def test_values_that_are_none_end_the_command(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        asked("d", "--to", "p", *flags)
+    assert flags[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "key"),
+    [
+        ("http://127.0.0.1:8000", "kept"),
+        ("http://localhost", "kept"),
+        ("http://[::1]:8000/", "kept"),
+        ("http://example.org:8000", ""),
+        ("http://127.0.0.1.example.org", ""),
+        ("http://127.0.0.1@example.org", ""),
+        ("nonsense", ""),
+        ("http://[::1", ""),
+    ],
+)
+def test_the_kept_key_is_for_this_machine_alone(tmp_path: Path, url: str, key: str) -> None:
+    (tmp_path / "admin.key").write_text("kept\n")
+    assert find_admin_key("", url, {"KVMESH_STATE_DIR": str(tmp_path)}) == key
+
+
+def test_a_key_that_is_given_goes_before_the_variable_and_that_before_the_file(tmp_path: Path) -> None:
+    (tmp_path / "kvmesh").mkdir()
+    (tmp_path / "kvmesh" / "admin.key").write_text("kept\n")
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    url = "http://127.0.0.1"
+    assert find_admin_key("", url, environ) == "kept"
+    assert find_admin_key("", "http://far", {**environ, "KVMESH_ADMIN_KEY": "told"}) == "told"
+    assert find_admin_key("given", url, {**environ, "KVMESH_ADMIN_KEY": "told"}) == "given"
+    assert find_admin_key("", url, {"XDG_STATE_HOME": str(tmp_path / "none")}) == ""
+
+
+def test_letters_are_in_the_order_in_which_people_count() -> None:
+    letters = Letters(["decode-10", "prefill-0", "decode-2", "decode-2"])
+    assert [(name, letters.letter(name)) for name in letters.names()] == [
+        ("decode-2", "A"),
+        ("decode-10", "B"),
+        ("prefill-0", "C"),
+    ]
+
+
+@given(st.lists(st.from_regex(r"[a-z]*-?[0-9]{0,3}", fullmatch=True)))
+def test_each_worker_has_a_letter_of_its_own_as_long_as_there_are_letters(names: list[str]) -> None:
+    letters = Letters(names)
+    given_out = [letters.letter(name) for name in letters.names()]
+    assert sorted(letters.names()) == sorted(set(names))
+    assert len(set(given_out)) == min(52, len(set(names)))
+    assert all(letters.colour(name) for name in names)
+
+
+def instance(num_layers: int = 4, num_kv_heads: int = 3, **facts: Any) -> dict[str, Any]:
+    return {
+        "name": "decode-0", "incarnation": "d", "state": "ready", "epoch": 2, "num_layers": num_layers,
+        "num_kv_heads": num_kv_heads, "layers": [{"first": 0, "end": num_layers, "worker": "decode-0"}],
+        "heads": [], "lent": [], "hosted": [],
+        "capacity": {"num_blocks": 0, "num_used_blocks": 0, "num_tokens": 0, "kv_memory_bytes": 0},
+        **facts,
+    }  # fmt: skip
+
+
+def picture(*instances: dict[str, Any]) -> list[str]:
+    out = io.StringIO()
+    show_placement({"instances": list(instances)}, as_json=False, out=out)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_layers_and_heads_have_the_letters_of_who_has_them() -> None:
+    layers = [
+        {"first": 0, "end": 3, "worker": "decode-0"},
+        {"first": 3, "end": 4, "worker": "b", "move_id": "m1", "has_weights_at_home": True},
+    ]
+    heads = [{"first": 0, "end": 2, "kv_heads": [1], "worker": "a", "what": "KV head 1 of layers 0-1",
+              "move_id": "m2", "num_blocks": 0}]  # fmt: skip
+    lines = picture(instance(layers=layers, heads=heads))
+    assert lines[0] == "A a   B b   C decode-0"
+    assert [line.split()[-1] for line in lines if line.startswith("head")] == ["CCCB", "AACB", "CCCB"]
+    assert "layer 3 at b (move m1)" in lines[-3]
+    assert "KV head 1 of layers 0-1 at a (move m2)" in lines[-2]
+    assert lines[-1].strip() == "capacity not told yet"
+
+
+def test_blocks_that_are_lent_and_workers_that_drain_are_told() -> None:
+    lent = [{"worker": "b", "what": "lent blocks", "num_blocks": 70, "move_id": "m3"}]
+    said = "\n".join(picture(instance(lent=lent, state="draining")))
+    assert "lent blocks at b: 70 (move m3)" in said
+    assert "draining" in said
+
+
+def test_a_model_of_many_layers_is_drawn_in_several_rows_that_fit() -> None:
+    lines = picture(instance(num_layers=126, num_kv_heads=8))
+    assert max(map(len, lines)) <= 100
+    rows = [line for line in lines if line.startswith("heads 0-7")]
+    assert [len(row.split()[-1]) for row in rows] == [80, 46]
+    assert any(line.split()[:2] == ["80", "90"] for line in lines)
+
+
+def test_without_workers_it_is_said_so() -> None:
+    assert picture() == ["No worker has told its placement yet."]
+
+
+def explained(*rounds: Any, is_automatic: bool = True) -> str:
+    told = Rounds(leader="coordinator-0", is_automatic=is_automatic, rounds=rounds)
+    out = io.StringIO()
+    show_explanation(msgspec.to_builtins(told), as_json=False, out=out)
+    return out.getvalue()
+
+
+def test_a_round_tells_what_it_saw_considered_and_did() -> None:
+    refused = candidate("its link is too slow", what="layers 20-29")
+    said = explained(
+        seen(3, candidates=(refused, candidate()), decision="moved KV heads 1", move_id="m1")
+    ).splitlines()
+    assert said[0] == "coordinator coordinator-0: moves by itself"
+    assert [line.split() for line in said[4:6]] == [
+        ["decode-0", "decode", "90%", "80%", "50%", "0.80"],
+        ["prefill-0", "prefill", "10%", "20%", "0%", "0.10"],
+    ]
+    assert said[6:] == [
+        "  - decode-0: layers 20-29 to prefill-0",
+        "      benefit 0.310, cost 0.050, takes 0.40 s, adds 2.10 ms to a step",
+        "      its link is too slow",
+        "  + decode-0: KV heads 1 of layers 0-29 to prefill-0",
+        "      benefit 0.310, cost 0.050, takes 0.40 s, adds 2.10 ms to a step",
+        "      taken",
+        "  => moved KV heads 1 (move m1)",
+    ]
+
+
+def test_quiet_rounds_are_told_together_unless_their_reason_changes() -> None:
+    quiet = [seen(n, decision=f"stays: gap 0.{n} is below 0.1") for n in (5, 4, 3)]
+    said = explained(seen(6, decision="stays: cooling down"), *quiet, seen(2, move_id="m"))
+    heads = [line.split("  ")[0] for line in said.splitlines() if line.startswith("round")]
+    assert heads == ["round 2", "rounds 3-5", "round 6"]
+
+
+def test_a_loop_that_only_watches_and_one_without_rounds_say_so() -> None:
+    said = explained(is_automatic=False)
+    assert "only watches" in said
+    assert "There was no round yet." in said
+
+
+@given(st.text(), st.lists(st.text(max_size=300), max_size=3))
+def test_whatever_is_said_fits_into_eighty_columns(decision: str, verdicts: list[str]) -> None:
+    words = [" ".join(text.split()) for text in (decision, *verdicts)]
+    rounds = seen(1, decision=words[0], candidates=tuple(candidate(verdict) for verdict in words[1:]))
+    assert all(len(line) <= 80 for line in explained(rounds).splitlines())
+
+
+class Course:
+    """The records that a gateway gives one after the other."""
+
+    def __init__(self, *moves: Any) -> None:
+        self._documents: Iterator[dict[str, Any]] = (move_document(move, {}) for move in moves)
+
+    def migration(self, move_id: str) -> dict[str, Any]:
+        del move_id
+        return next(self._documents)
+
+
+def test_a_move_is_followed_through_its_phases_each_told_once() -> None:
+    pauses: list[float] = []
+    out = io.StringIO()
+    reserved = {"reserving": 0.02}
+    course = Course(
+        record(MovePhase.PLANNED),
+        record(MovePhase.COPYING, phase_seconds=reserved),
+        record(MovePhase.COPYING, phase_seconds=reserved, num_kv_bytes=1 << 20),
+        record(MovePhase.ROLLING_BACK, phase_seconds={**reserved, "copying": 1.5}),
+        record(
+            MovePhase.FAILED, phase_seconds={**reserved, "copying": 1.5, "rolling_back": 0.1}, error="lost"
+        ),
+    )
+    last = follow_move(course, "m1", out=out, pause=pauses.append)  # type: ignore[arg-type]  # it asks for moves alone
+    assert last["error"] == "lost"
+    assert len(pauses) == 4
+    assert [line.split("  ")[1] for line in out.getvalue().splitlines()[1:]] == [
+        "reserving",
+        "copying",
+        "rolling back",
+    ]
+
+
+def test_a_move_home_is_told_as_such() -> None:
+    out = io.StringIO()
+    back = done(is_return=True, instance_name="decode-0", host_name="prefill-0", num_blocks_before=0)
+    follow_move(Course(back), "m1", out=out)  # type: ignore[arg-type]  # it asks for moves alone
+    assert out.getvalue().startswith("move m1: layers 20-29 of decode-0 home from prefill-0\n")
