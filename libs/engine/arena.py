@@ -14,6 +14,7 @@ from libs.engine.errors import NoRoom
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: takes pages without changing what is in them
 _MAP_NORESERVE = 0x4000  # Linux; the standard library does not name it yet
+_SPARE_SPACE = 8  # address space per byte: regions find a hole, however they come and go
 _TOUCH_BYTES = 4 << 20  # at once: another thread may want the interpreter meanwhile
 _PAGE_BYTES = mmap.PAGESIZE
 _DEVICE_ALIGNMENT_BYTES = 256
@@ -44,8 +45,7 @@ class Arena:
         self._regions: list[Region] = []
         self._map: mmap.mmap | None = None
         if device.type == "cpu":
-            # Twice: regions of any size find a hole, however they come and go.
-            self._map = _reserve(2 * self._max_bytes)
+            self._map = _reserve(_SPARE_SPACE * self._max_bytes + _TOUCH_BYTES)
             self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
             self._alignment_bytes = _PAGE_BYTES
             if not self.touch(0, num_bytes):
@@ -149,6 +149,6 @@ def _reserve(num_bytes: int) -> mmap.mmap:
     num_bytes = -(-max(1, num_bytes) // _PAGE_BYTES) * _PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     reserved = mmap.mmap(-1, num_bytes, flags=flags)
-    if num_bytes >= _TOUCH_BYTES:
+    if num_bytes >= 2 * _SPARE_SPACE * _TOUCH_BYTES:
         reserved.madvise(mmap.MADV_HUGEPAGE)
     return reserved

@@ -46,6 +46,8 @@ class Guest:
     """What the call under way uses over its pauses."""
     error: HostLost | None = None
     """What broke it; it stays broken."""
+    overrun: HostLost | None = None
+    """Calls were lost, told by the thread that lost them: breaks it before the next call."""
 
     @property
     def is_ready(self) -> bool:

@@ -173,8 +173,11 @@ class HostedModules:
             if known is not None and len(known.calls) < _MAX_CALLS:
                 known.calls.append((call, answer))
                 return
-        why = "no module of this home is here" if known is None else f"{_MAX_CALLS} calls wait already"
-        answer.fail(HostLost(self._worker, why))
+            why = "no module of this home is here" if known is None else f"{_MAX_CALLS} calls wait already"
+            error = HostLost(self._worker, why)
+            if known is not None:
+                known.overrun = error
+        answer.fail(error)
 
     @property
     def has_work(self) -> bool:
@@ -204,12 +207,12 @@ class HostedModules:
                 self.run_piece(name)
 
     def _under_way(self, guest: Guest, call: HostedCall, answer: Answer) -> Generator[None]:
+        guest.error = guest.error or guest.overrun
+        if guest.error is not None:
+            answer.fail(guest.error)
+            return
         try:
-            if guest.error is not None:
-                raise guest.error
             result = yield from self._calls.run(guest, call)
-        except HostLost as error:
-            answer.fail(error)
         except Exception as error:  # noqa: BLE001 - the boundary of a guest: it is told, and others go on
             expected = isinstance(error, EngineError)
             _log.warning(

@@ -20,15 +20,19 @@ class Turns:
         self._now = 0.0
         """Virtual time of the last that was chosen."""
 
+    @property
+    def num_remembered(self) -> int:
+        """Parties whose time is kept."""
+        return len(self._seconds)
+
     def next(self, ready: Iterable[str]) -> str:
         """Who is to run now, of all that have something to run; a guest before own steps when equal.
 
         Own steps are many, a guest's call is one that somebody waits for.
         """
         names = frozenset(ready)
-        for name in names - self._ready:
-            self._seconds[name] = max(self._seconds.get(name, 0.0), self._now)
-        self._ready = names
+        if names != self._ready:
+            self._note_ready(names)
         chosen = min(names, key=lambda name: (self._seconds[name], name == OWN, name))
         self._now = max(self._now, self._seconds[chosen])
         return chosen
@@ -37,7 +41,11 @@ class Turns:
         """It was busy for so long."""
         self._seconds[name] = self._seconds.get(name, self._now) + seconds
 
-    def forget(self, name: str) -> None:
-        """It will not come back under this name."""
-        self._seconds.pop(name, None)
-        self._ready -= {name}
+    def _note_ready(self, names: frozenset[str]) -> None:
+        for name in names - self._ready:
+            self._seconds[name] = max(self._seconds.get(name, 0.0), self._now)
+        self._ready = names
+        # Of others only those that are ahead matter: the rest would be lifted when they come back, if ever.
+        self._seconds = {
+            name: seconds for name, seconds in self._seconds.items() if name in names or seconds > self._now
+        }

@@ -1,0 +1,142 @@
+"""The pool's memory: given up, taken back, grown."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.engine.arena import Region
+from libs.engine.errors import NoRoom, OutOfBlocks
+from libs.engine.pool import BlockLayout, Pool
+
+CPU = torch.device("cpu")
+LAYOUT = BlockLayout(((0, 0), (1, 0)), block_size=2, head_dim=2, dtype=torch.float32)
+HALF = BlockLayout(((0, 0),), block_size=2, head_dim=2, dtype=torch.float32)
+BLOCK = LAYOUT.block_bytes
+
+
+def test_memory_is_given_up_behind_the_blocks_only() -> None:
+    pool = Pool(LAYOUT, 10, CPU)
+    with pytest.raises(NoRoom):
+        pool.give_up(BLOCK)
+    pool.relayout(LAYOUT, {1}, num_blocks=6)
+    assert pool.num_blocks == 6
+    region = pool.give_up(4 * BLOCK)
+    assert region.memory.shape == (4 * BLOCK,)
+    assert (pool.capacity(LAYOUT), pool.capacity(HALF)) == (6, 12)
+    with pytest.raises(NoRoom):
+        pool.give_up(1)
+
+
+def test_what_is_taken_back_becomes_blocks_again() -> None:
+    pool = Pool(LAYOUT, 10, CPU)
+    pool.relayout(LAYOUT, set(), num_blocks=6)
+    region = pool.give_up(3 * BLOCK)
+    assert pool.capacity(LAYOUT, num_given_up_bytes=BLOCK) == 6
+    pool.take_back(region)
+    pool.take_back(region)
+    assert pool.relayout(LAYOUT, set()).num_blocks_after == 10
+
+
+def test_fewer_blocks_of_the_same_layout_move_live_ones_below() -> None:
+    pool = Pool(LAYOUT, 10, CPU)
+    for block in (2, 8, 9):
+        pool.blocks[block] = float(block)
+    told = pool.relayout(LAYOUT, {2, 8, 9}, num_blocks=3)
+    assert set(told.moved) == {8, 9}
+    assert set(told.moved.values()) == {0, 1}
+    assert sorted(pool.blocks.amax((1, 2, 3, 4)).tolist()) == [2.0, 8.0, 9.0]
+    with pytest.raises(OutOfBlocks):
+        pool.relayout(LAYOUT, {0, 1, 2}, num_blocks=2)
+    assert not pool.can_relayout(LAYOUT, {0, 1, 2}, num_blocks=2)
+
+
+def test_a_change_of_layout_may_leave_memory_over() -> None:
+    pool = Pool(LAYOUT, 10, CPU)
+    pool.blocks[4] = 4.0
+    assert pool.relayout(HALF, {4}, num_blocks=11).num_blocks_after == 11
+    assert bool((pool.layer(0)[4] == 4.0).all())
+    pool.give_up(20 * BLOCK - 11 * HALF.block_bytes - 10 * BLOCK)
+
+
+def test_a_pool_grows_into_the_space_that_was_reserved() -> None:
+    pool = Pool(LAYOUT, 10, CPU, max_bytes=14 * BLOCK)
+    pool.blocks[9] = 9.0
+    pool.touch_ahead(14 * BLOCK)
+    assert pool.grow(3 * BLOCK) == 3 * BLOCK
+    assert pool.relayout(LAYOUT, {9}).num_blocks_after == 13
+    assert bool((pool.blocks[9] == 9.0).all())
+    pool.blocks[12] = 12.0
+    assert pool.grow(3 * BLOCK) == BLOCK
+    with pytest.raises(NoRoom):
+        pool.shrink(2 * BLOCK)
+    pool.relayout(LAYOUT, {9}, num_blocks=10)
+    pool.shrink(4 * BLOCK)
+    assert pool.capacity(LAYOUT) == 10
+
+
+def test_a_pool_without_reserved_space_does_not_grow() -> None:
+    pool = Pool(LAYOUT, 10, CPU)
+    assert pool.grow(BLOCK) == 0
+    assert pool.capacity(LAYOUT) == 10
+
+
+def test_touching_changes_nothing() -> None:
+    pool = Pool(LAYOUT, 1000, CPU)
+    pool.relayout(LAYOUT, set(), num_blocks=500)
+    pool.blocks.fill_(7.0)
+    region = pool.give_up(BLOCK * 400)
+    region.memory.fill_(3)
+    pool.touch_own()
+    pool.touch_ahead(pool.num_bytes)
+    pool.touch(region, region.num_bytes)
+    assert bool((pool.blocks == 7.0).all())
+    assert bool((region.memory == 3).all())
+
+
+def test_memory_that_comes_back_is_clean() -> None:
+    """Unwritten KV must be finite: its weight in attention is zero, but zero times NaN is not."""
+    pool = Pool(LAYOUT, 1000, CPU)
+    pool.relayout(LAYOUT, set(), num_blocks=500)
+    region = pool.give_up(500 * BLOCK)
+    region.memory.fill_(0xFF)
+    pool.take_back(region)
+    pool.relayout(LAYOUT, set())
+    assert bool(pool.blocks.isfinite().all())
+    pool.relayout(LAYOUT, set(), num_blocks=500)
+    assert bool(pool.give_up(500 * BLOCK).memory.view(torch.float32).isfinite().all())
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_regions_and_blocks_never_overlap_however_they_come_and_go(data: st.DataObject) -> None:
+    num_blocks = data.draw(st.integers(1, 40))
+    pool = Pool(LAYOUT, num_blocks, CPU, max_bytes=num_blocks * 2 * BLOCK)
+    regions: list[tuple[int, Region]] = []
+    total = num_blocks * BLOCK
+    for number in range(1, data.draw(st.integers(2, 25))):
+        match data.draw(st.sampled_from(["give", "take", "fit", "grow"])):
+            case "give":
+                num_bytes = data.draw(st.integers(1, num_blocks * BLOCK))
+                left = pool.capacity(LAYOUT, num_given_up_bytes=num_bytes)
+                if pool.num_blocks <= left:
+                    regions.append((number, pool.give_up(num_bytes)))
+                    regions[-1][1].memory.fill_(number)
+                else:
+                    with pytest.raises(NoRoom):
+                        pool.give_up(num_bytes)
+            case "take" if regions:
+                pool.take_back(regions.pop(data.draw(st.integers(0, len(regions) - 1)))[1])
+            case "fit":
+                pool.relayout(LAYOUT, set(), num_blocks=data.draw(st.integers(1, num_blocks * 2)))
+            case "grow":
+                total += pool.grow(data.draw(st.integers(1, 2 * BLOCK)))
+        pool.blocks.fill_(-1.0)
+        assert all(bool((one.memory == fill).all()) for fill, one in regions)
+        given_up = sum(one.num_bytes for _, one in regions)
+        assert pool.num_given_up_bytes == given_up
+        assert pool.num_blocks * BLOCK + given_up <= total
+        assert pool.capacity(LAYOUT) == (total - given_up) // BLOCK
+    for _, one in regions:
+        pool.take_back(one)
+    assert pool.relayout(LAYOUT, set()).num_blocks_after == total // BLOCK
