@@ -110,10 +110,8 @@ class KvHome:
         self._is_lent = placed.module.kind is ModuleKind.TOKENS
         blocks = [block for block in live if block >= self._first_lent]
         self._dirty = DirtyBlocks(blocks)
-        layout = pool.layout
-        one = pool.blocks.new_empty((len(self._slots), 2, layout.block_size, layout.head_dim))
-        self._block_bytes = one.nbytes
-        self._staging = Staging(one, len(blocks))
+        self._block_bytes = len(self._slots) * pool.layout.slot_elements * pool.layout.dtype.itemsize
+        self._staging = Staging()
         self._asked: tuple[list[int], Answer] | None = None
 
     def num_left(self, live: set[int]) -> int:
@@ -179,5 +177,8 @@ class KvHome:
 def _slots_of(pool: Pool, blocks: NDArray[np.int64], slots: Iterable[tuple[int, int]]) -> torch.Tensor:
     """A copy of some slots of some blocks."""
     place = {slot: index for index, slot in enumerate(pool.layout.slots)}
-    columns = torch.tensor([place[slot] for slot in slots])
-    return pool.blocks[torch.from_numpy(blocks)[:, None], columns[None]]
+    columns = np.array([place[slot] for slot in slots], dtype=np.int64)
+    flat = (blocks[:, None] * len(pool.layout.slots) + columns).reshape(-1)
+    kv, everything = pool.blocks, pool.blocks.flatten(0, 1)
+    picked = everything.index_select(0, torch.from_numpy(flat).to(kv.device))
+    return picked.view(len(blocks), len(columns), *kv.shape[2:])

@@ -9,10 +9,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from libs.engine.arena import Arena, Region
 from libs.engine.errors import OutOfBlocks
+from libs.engine.slot_rows import SlotRows
 
 
 @dataclass(frozen=True)
@@ -188,13 +190,13 @@ def rewrite(
     """
     place = {slot: index for index, slot in enumerate(before.slots)}
     kept = [(index, place[slot]) for index, slot in enumerate(after.slots) if slot in place]
-    targets = torch.tensor([index for index, _ in kept], dtype=torch.int64, device=old.device)
-    sources = torch.tensor([index for _, index in kept], dtype=torch.int64, device=old.device)
-    staged = torch.empty((len(kept), *old.shape[2:]), dtype=old.dtype, device=old.device)
+    targets = np.array([index for index, _ in kept], dtype=np.int64)
+    sources = np.array([index for _, index in kept], dtype=np.int64)
+    new_slots = [index for index, slot in enumerate(after.slots) if slot not in place]
+    fresh = np.array(new_slots, dtype=np.int64)
+    old_rows, new_rows = SlotRows(old), SlotRows(new)
     for block in ids if len(after.slots) <= len(before.slots) else reversed(ids):
-        if kept:
-            torch.index_select(old[block], 0, sources, out=staged)
-        if len(kept) == len(after.slots):
-            new[block].copy_(staged)
-        else:
-            new[block].zero_().index_copy_(0, targets, staged)
+        if len(targets):
+            new_rows.copy(block, targets, old_rows, block, sources)
+        if len(fresh):
+            new_rows.clear(block, fresh)

@@ -127,7 +127,7 @@ class Mesh:
         placed = self.home.placement.get(move_id)
         after = None
         if placed is not None and not placed.has_weights_at_home:
-            layers = {layer: model_of_core(self.home).layer(layer) for layer in placed.module.layers}
+            layers = self.home.model.reload_layers(placed.module.layers)
             after = self.home.model.with_layers(layers)
         return self.home.move(lambda moves: moves.begin_return(move_id, after))
 
@@ -147,10 +147,6 @@ class Mesh:
         switched = self.switch(move_id)
         self.hosts[worker].hosted.close("home", move_id)
         return switched
-
-
-def model_of_core(core: EngineCore) -> Model:
-    return next(model_of(shape) for shape, config in CONFIGS.items() if config == core.model.config)
 
 
 def begin(core: EngineCore, asked: Generation, **more: object) -> None:
