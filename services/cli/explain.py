@@ -19,8 +19,8 @@ def show_explanation(told: dict[str, Any], *, as_json: bool, out: TextIO) -> Non
         out.write(json.dumps(told, ensure_ascii=False) + "\n")
         return
     console = Console(file=out, highlight=False, markup=False, width=_WIDTH)
-    mode = "moves by itself" if told["is_automatic"] else "only watches: what it would do is not done"
-    console.print(Text(f"coordinator {told['leader']}: {mode}", "bold"), soft_wrap=True)
+    mode = "it moves modules by itself" if told["is_automatic"] else "it only watches, modules move by hand"
+    console.print(Text(f"{told['leader']} leads; {mode}", "bold"), soft_wrap=True)
     rounds = list(reversed(told.get("rounds") or []))
     if not rounds:
         console.print("There was no round yet.")

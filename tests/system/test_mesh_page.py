@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from browser import Browser, Page, find_chromium, running_browser
+from page_checks import CARDS, CONNECTION, FAINT, LOOKS, TOO_WIDE, UNNAMED, see
 
 from black_box import MODEL, Mesh, running_mesh, until
 
@@ -20,42 +21,14 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)"),
 ]
 
-KEY = "sk-for-the-page"
+KEY, ADMIN_KEY = "sk-for-the-page", "adm-for-the-page"
 PROMPT = "Rivers and the cities they flow through, with short notes on each of them. " * 8
-LOOKS = [(1280, False), (1280, True), (400, False), (400, True)]
-
-TEXT = "document.body.innerText"
-CONNECTION = "document.getElementById('connection').textContent"
-CARDS = """Object.fromEntries([...document.querySelectorAll('article')].map(
-  (card) => [card.querySelector('.name').textContent, card.innerText.replaceAll("\\u00a0", " ")]))"""
-TOO_WIDE = """[...document.querySelectorAll('body *')].filter((element) =>
-  element.getBoundingClientRect().right > innerWidth + 0.5
-  || element.clientWidth && element.scrollWidth > element.clientWidth + 1 && element.tagName !== 'INPUT'
-  ).map((element) => element.outerHTML)"""
-UNNAMED = """[...document.querySelectorAll('[role=meter], [role=img]')].filter((element) =>
-  !element.getAttribute('aria-label') || element.role === 'meter' && !element.getAttribute('aria-valuetext')
-  ).length"""
-FAINT = """(() => {
-  const channel = (c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-  const parts = (colour) => colour.match(/[0-9.]+/g).map(Number);
-  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const ground = (element) => {
-    const found = parts(getComputedStyle(element).backgroundColor);
-    return found.length < 4 || found[3] ? found : ground(element.parentElement);
-  };
-  const isText = (element) => [...element.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
-  const shown = [...document.querySelectorAll('body *')].filter((e) => isText(e) && e.checkVisibility());
-  return shown.filter((e) => {
-    const [a, b] = [light(parts(getComputedStyle(e).color)), light(ground(e))].sort((x, y) => y - x);
-    return (a + 0.05) / (b + 0.05) < 4.5;
-  }).map((e) => e.outerHTML);
-})()"""
-"""Text below the contrast that WCAG asks for at level AA."""
 
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = ["--num-blocks", "256", "--store-fetch-when", "always", "--api-key", KEY]
+    flags = ["--num-blocks", "256", "--max-model-len", "1024", "--store-fetch-when", "always"]
+    flags += ["--api-key", KEY, "--admin-key", ADMIN_KEY, "--dtype", "float32"]
     yield from running_mesh(tmp_path_factory.mktemp("page"), *flags)
 
 
@@ -64,13 +37,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     assert CHROMIUM is not None
     with running_browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as browser:
         yield browser
-
-
-def see(page: Page, script: str, what: str, *, within_seconds: float = 20.0) -> Any:
-    """What the script gives, once it is not empty."""
-    return until(
-        lambda: page.ask(script), timeout_seconds=within_seconds, what=f"{what}; it says {page.ask(TEXT)}"
-    )
 
 
 def give_key(page: Page, key: str) -> None:
@@ -104,7 +70,7 @@ def test_the_page_asks_for_the_key_and_shows_nothing_without_the_right_one(mesh:
     see(page, "!!document.querySelector('article')", "the page shows the mesh")
 
 
-@pytest.mark.parametrize(("width", "dark"), LOOKS, ids=[f"{w}-{'dark' if d else 'light'}" for w, d in LOOKS])
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_everybody_is_on_the_page_readable_and_nothing_comes_from_elsewhere(
     mesh: Mesh, page: Page, tmp_path: Path, width: int, dark: bool
 ) -> None:
@@ -113,7 +79,11 @@ def test_everybody_is_on_the_page_readable_and_nothing_comes_from_elsewhere(
     assert {name: "ready" in said for name, said in cards.items()} == dict.fromkeys(
         ("gateway", "router-0", "prefill-0", "store-0", "decode-0"), True
     )
-    see(page, "document.querySelectorAll('[role=img]').length === 2", "both workers have told their loads")
+    see(
+        page,
+        "document.querySelectorAll('#way [role=img]').length === 2",
+        "both workers have told their loads",
+    )
     for name in ("prefill-0", "decode-0"):
         for label in ("busy", "memory", "of 256 blocks", "queue", "tokens/s"):
             assert label in page.ask(CARDS)[name]
@@ -153,6 +123,22 @@ def test_the_figures_move_with_the_work(mesh: Mesh, page: Page) -> None:
         see(page, f"/[1-9]\\d* blocks/.test(({CARDS})['store-0'])", "the store has blocks")
     lines = "[...document.querySelectorAll('polyline')].map((l) => l.getAttribute('points'))"
     assert all(" " in points for points in see(page, lines, "sparklines"))
+
+
+def test_heads_that_move_are_seen_moving_and_at_their_new_place(mesh: Mesh, page: Page) -> None:
+    show(page, mesh, width=1280)
+    picture = "document.querySelector('[data-name=decode-0] .grid').getAttribute('aria-label')"
+    assert "all at home" in see(page, picture, "the picture of the instance")
+    heads = {"instance": "decode-0", "host": "prefill-0", "kv_heads": [2], "layers": [0, 10]}
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    answer = httpx.post(mesh.url + "/v1/mesh/migrations", json=heads, headers=headers)
+    assert answer.status_code == 202, answer.text
+    ended = "document.querySelector('#ended').innerText"
+    said = see(page, ended, "the move is over")
+    assert "KV head 2 of layers 0-9 of decode-0 to prefill-0" in said
+    assert "done" in said, said
+    see(page, f"{picture}.includes('KV head 2 of layers 0-9 at prefill-0')", "the heads are there")
+    see(page, f"({CARDS})['prefill-0'].includes('for others')", "the host tells what it holds")
 
 
 def test_a_service_that_dies_is_gone_and_its_successor_is_ready(mesh: Mesh, page: Page) -> None:

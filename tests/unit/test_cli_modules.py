@@ -51,7 +51,8 @@ def test_words_that_make_no_move_are_refused(words: tuple[str, ...]) -> None:
     "flags",
     [
         ("--layers", "3"), ("--layers", "3:3"), ("--layers", "a:b"), ("--layers", "-1:3"),
-        ("--heads", "1,,2"), ("--heads", ""), ("--heads", "x"), ("--blocks", "0"), ("--kind", "copy"), ("--list", "--cancel", "m"),
+        ("--heads", "1,,2"), ("--heads", ""), ("--heads", "x"),
+        ("--blocks", "0"), ("--kind", "copy"), ("--list", "--cancel", "m"),
     ],
 )  # fmt: skip
 def test_values_that_are_none_end_the_command(
@@ -171,7 +172,7 @@ def test_a_round_tells_what_it_saw_considered_and_did() -> None:
     said = explained(
         seen(3, candidates=(refused, candidate()), decision="moved KV heads 1", move_id="m1")
     ).splitlines()
-    assert said[0] == "coordinator coordinator-0: moves by itself"
+    assert said[0] == "coordinator-0 leads; it moves modules by itself"
     assert [line.split() for line in said[4:6]] == [
         ["decode-0", "decode", "90%", "80%", "50%", "0.80"],
         ["prefill-0", "prefill", "10%", "20%", "0%", "0.10"],

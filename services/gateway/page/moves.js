@@ -91,8 +91,8 @@ function drawEnded(line, move) {
 /** `loop` null: there is no coordinator. */
 export function drawLoop(section, loop, now) {
   const last = loop?.rounds[0];
-  const mode = loop && (loop.is_automatic ? "moves modules by itself" : "only watches: modules move by hand");
-  setText(section.querySelector(".mode"), loop ? `Coordinator ${loop.leader} ${mode}.` : "No coordinator leads now: modules stay where they are.");
+  const mode = loop && (loop.is_automatic ? "it moves modules by itself" : "it only watches, modules move by hand");
+  setText(section.querySelector(".mode"), loop ? `${loop.leader} leads; ${mode}.` : "No coordinator leads now: modules stay where they are.");
   const age = last ? Math.max(0, Math.round(now - last.unix_seconds)) : 0;
   setText(section.querySelector(".decision"), last ? last.decision : "");
   setText(section.querySelector(".round"), last
