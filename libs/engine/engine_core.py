@@ -242,6 +242,7 @@ class EngineCore:
         output = StepOutput(failed=self.ledger.expire(self._clock()) + self._failed)
         self._failed = []
         self._loading.forget_ended()
+        self.moves.settle()
         self._has_just_loaded = not self._has_just_loaded and self._step_loading(output)
         if not self._has_just_loaded:
             self._step_together(output)

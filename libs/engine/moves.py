@@ -38,6 +38,7 @@ class Moves:
         self._arrangement, self._ledger, self._hosts = home.arrangement, home.ledger, home.hosts
         self._loading, self._weights = home.loading, home.weights
         self._move: _Move | None = None
+        self._has_limited = False
         home.arrangement.on_moved = self._rename
 
     def begin(self, placed: Placed, host: Host, model_after: Model | None) -> int:
@@ -125,6 +126,12 @@ class Moves:
         if self._move is not None and self._move.placed.worker == worker:
             self._end()
 
+    def settle(self) -> None:
+        """Before a step: blocks that a move had to do without come back after it was cancelled."""
+        if self._has_limited and self._move is None and not self._loading.are_under_way:
+            self._has_limited = False
+            self._arrangement.resize(None)
+
     def wrote(self, blocks: Iterable[int]) -> None:
         """KV of these blocks changed, in some layer, wherever it lies."""
         if self._move is not None:
@@ -144,6 +151,7 @@ class Moves:
             raise NotYet
         try:
             self._arrangement.resize(num_blocks)
+            self._has_limited = True
         except NoRoom as refusal:
             raise MoveRefused(str(refusal)) from refusal
         self._arrangement.max_blocks = num_blocks

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from libs.engine.engine_core import EngineCore
-from libs.engine.hosting.memory_host import synchronous_host
+from libs.engine.hosting.memory_host import MemoryHost, synchronous_host
 from libs.engine.outputs import StepOutput, Switched
 from libs.engine.settings import EngineSettings
 from libs.model.config import Architecture, ModelConfig
@@ -89,7 +89,6 @@ class Mesh:
 
     home: EngineCore
     hosts: dict[str, EngineCore] = field(default_factory=dict[str, EngineCore])
-    broken: set[str] = field(default_factory=set[str])
 
     def place(
         self,
@@ -120,8 +119,11 @@ class Mesh:
     def begin(self, module: Module, move_id: str, worker: str = "host", **how: object) -> int:
         placed = self.place(module, move_id, worker, **how)  # type: ignore[arg-type]  # as `place` names them
         after = None if placed.has_weights_at_home else self.home.model.without_layers(module.layers)
-        host = synchronous_host(worker, "home", self.hosts[worker].hosted)
-        return self.home.move(lambda moves: moves.begin(placed, host, after))
+        return self.home.move(lambda moves: moves.begin(placed, self.host(worker), after))
+
+    def host(self, worker: str) -> MemoryHost:
+        """The way to it."""
+        return synchronous_host(worker, "home", self.hosts[worker].hosted)
 
     def begin_return(self, move_id: str) -> int:
         placed = self.home.placement.get(move_id)
@@ -168,9 +170,11 @@ class Told:
             self.failed[failure.sequence_id] = failure.reason.value
 
 
-def drain(core: EngineCore, between: Callable[[int], object] = lambda _: None) -> Told:
+def drain(
+    core: EngineCore, between: Callable[[int], object] = lambda _: None, told: Told | None = None
+) -> Told:
     """Steps until there is nothing to do; `between` is called before each, with its number."""
-    told = Told()
+    told = told or Told()
     for number in range(5000):
         between(number)
         step = core.step()
