@@ -14,6 +14,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _STUCK_SECONDS = 20.0
+_LEAST_SECONDS = 1e-6
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -30,8 +31,9 @@ class _JumpingSelector(selectors.DefaultSelector):
                 raise RuntimeError("every task waits for something that nothing will bring about")
             return ready
         ready = super().select(0)
-        if not ready:
-            self.now += max(0.0, timeout)
+        if not ready and timeout > 0:
+            # A timer that is less than the clock's rounding away would never come nearer.
+            self.now += max(_LEAST_SECONDS, timeout)
         return ready
 
 

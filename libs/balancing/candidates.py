@@ -10,22 +10,23 @@ from libs.placement.placement import Placement
 
 
 def moves_away(
-    home: Device, host: Device, settings: BalancingSettings, *, with_layers: bool, with_heads: bool
+    home: Device, host: Device, settings: BalancingSettings, *, gap: float, is_memory_bound: bool
 ) -> Iterator[MoveAway]:
-    """Layers and heads that `home` could hand to `host`; with both asked for, also layers with their weights,
-    which frees more memory. Lent blocks are for models whose only KV head cannot be split off."""
+    """What `home` could hand to `host`: layers where the gap is great or compute is short, heads where it is
+    small or memory is. Where memory is, layers also with their weights; and blocks, for models whose only KV
+    head cannot be split off."""
     placement = home.placement
     if placement.lent():
         return
-    if with_layers and settings.moves_layers:
+    if settings.moves_layers and (gap >= settings.delta_layer or not is_memory_bound):
         for module in layer_runs(placement):
             yield MoveAway(home.worker, host.worker, module)
-            if with_heads and settings.moves_weights:
+            if is_memory_bound and settings.moves_weights:
                 yield MoveAway(home.worker, host.worker, module, with_weights=True)
-    if with_heads and settings.moves_heads:
+    if settings.moves_heads and (gap < settings.delta_layer or is_memory_bound):
         for module in head_groups(placement):
             yield MoveAway(home.worker, host.worker, module)
-        if placement.num_kv_heads == 1 and not placement.placed:
+        if is_memory_bound and placement.num_kv_heads == 1 and not placement.placed:
             yield MoveAway(home.worker, host.worker, lent_blocks(placement.num_layers))
 
 

@@ -100,13 +100,7 @@ def _judge_all(
         for move in moves:
             yield judge_move(move, target, source, state.loads, settings)
         if target.can_host:
-            moves = moves_away(
-                source,
-                target,
-                settings,
-                with_layers=gap >= settings.delta_layer or not memory_bound,
-                with_heads=gap < settings.delta_layer or memory_bound,
-            )
+            moves = moves_away(source, target, settings, gap=gap, is_memory_bound=memory_bound)
             for move in moves:
                 yield judge_move(move, source, target, state.loads, settings)
     if settings.flips_roles and now >= state.flips_rest_until:

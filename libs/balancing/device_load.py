@@ -61,8 +61,8 @@ def utilization(load: DeviceLoad, settings: BalancingSettings) -> float:
 
 
 def is_memory_bound(load: DeviceLoad, settings: BalancingSettings) -> bool:
-    """Whether memory weighs more in its utilization than what it computes and what waits for that."""
+    """Whether its memory is short, and weighs more than what it computes and what waits for that."""
     working = settings.compute_weight * load.compute + settings.queue_weight * min(
         load.queue, settings.max_queue
     )
-    return settings.memory_weight * load.memory > working
+    return load.memory >= settings.memory_pressure and settings.memory_weight * load.memory > working

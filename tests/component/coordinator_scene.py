@@ -1,0 +1,292 @@
+"""Coordinators on the in-memory bus, and workers that are only told of, in virtual time."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+from balancing_plant import MEMORY_BYTES, NUM_BLOCKS, SHAPE
+from prometheus_client import CollectorRegistry
+
+from libs.bus.memory_broker import MemoryBroker
+from libs.bus.memory_bus import MemoryBus
+from libs.bus.messages.migration import (
+    AbandonMove,
+    DenialReason,
+    FlipRole,
+    ListMoves,
+    MoveAccepted,
+    MoveDenied,
+    MovePhase,
+    MoveRecord,
+    MoveTold,
+    PlacementTold,
+    PlanMove,
+    StartMove,
+)
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.port import BusError, Request
+from libs.placement.module import Module, heads_of
+from libs.placement.phases import is_over
+from libs.placement.placement import Placed, all_home
+from libs.runtime.identity import new_identity
+from libs.runtime.life import Stop
+from libs.runtime.runtime import Runtime
+from libs.runtime.service import live_on
+from services.migration_coordinator.service import CoordinatorService
+from services.migration_coordinator.settings import CoordinatorSettings
+
+UNIX_START = 1_700_000_000.0
+ONE_HEAD = heads_of(0, 30, (2,))
+
+
+def unix_now() -> float:
+    return UNIX_START + asyncio.get_running_loop().time()
+
+
+class ToldWorker:
+    """Reports four times a second and tells its placement once a second; takes orders as it is told to."""
+
+    def __init__(self, scene: "Scene", name: str, kind: ServiceKind, **facts: Any) -> None:
+        self.scene, self.name = scene, name
+        self.bus = MemoryBus(scene.broker)
+        self.incarnation = f"{name}-i"
+        self.kind = kind
+        self.load: dict[str, Any] = {}
+        self.facts = facts
+        self.placement = all_home(self.incarnation, SHAPE.num_layers, SHAPE.num_kv_heads)
+        self.moves: dict[str, MoveRecord] = {}
+        self.started: list[StartMove] = []
+        self.abandoned: list[str] = []
+        self.num_flips = 0
+        self.denial: MoveDenied | None = None
+        self.hangs = False
+        self.forgets = False
+        """Accepts moves and tells of none."""
+        self._sequence = 0
+        self.task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        await self.bus.serve(StartMove, self._start, at=self.incarnation)
+        await self.bus.serve(AbandonMove, self._abandon, at=self.incarnation)
+        await self.bus.serve(FlipRole, self._flip, at=self.incarnation)
+        self.task = asyncio.create_task(self._tell_for_ever())
+
+    async def kill(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+            self.task = None
+        await self.bus.close()
+
+    async def _tell_for_ever(self) -> None:
+        while True:
+            with suppress(BusError):
+                await self.tell()
+            await asyncio.sleep(0.25)
+
+    async def tell(self) -> None:
+        self._sequence += 1
+        presence = Presence(
+            **{
+                "kind": self.kind,
+                "name": self.name,
+                "incarnation": self.incarnation,
+                "state": ServiceState.READY,
+                "model_fingerprint": "model",
+                "max_model_len": 256,
+                "hosting_address": "memory://here",
+                "num_layers": SHAPE.num_layers,
+                "num_heads": SHAPE.num_heads,
+                "num_kv_heads": SHAPE.num_kv_heads,
+                "head_dim": SHAPE.head_dim,
+                "hidden_size": SHAPE.hidden_size,
+                "element_bytes": SHAPE.element_bytes,
+                "layer_weight_bytes": SHAPE.layer_weight_bytes,
+                "block_bytes": SHAPE.block_bytes,
+                "kv_memory_bytes": MEMORY_BYTES,
+                **self.facts,
+            }
+        )
+        await self.bus.put_presence(self.incarnation, msgspec.msgpack.encode(presence))
+        load = WorkerLoad(**{"num_blocks": NUM_BLOCKS, "block_size": SHAPE.block_size, **self.load})
+        report = LoadReport(kind=self.kind, incarnation=self.incarnation, sequence=self._sequence, load=load)
+        await self.bus.publish(report)
+        moves = () if self.forgets else tuple(self.moves.values())
+        await self.bus.publish(PlacementTold(placement=self.placement, moves=moves))
+
+    async def _start(self, start: StartMove) -> MoveAccepted | MoveDenied:
+        self.started.append(start)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.denial is not None:
+            return self.denial
+        if start.expected_epoch != self.placement.epoch:
+            return MoveDenied(reason=DenialReason.STALE_EPOCH, detail="stale", epoch=self.placement.epoch)
+        returned = self.placement.get(start.returned_move_id)
+        module = start.module or (returned.module if returned else None)
+        assert module is not None
+        self.moves[start.move_id] = MoveRecord(
+            move_id=start.move_id,
+            instance=self.incarnation,
+            host=start.host or (returned.worker if returned else ""),
+            module=module,
+            is_return=returned is not None,
+            returned_move_id=start.returned_move_id,
+            phase=MovePhase.COPYING,
+            expected_epoch=start.expected_epoch,
+            epoch=self.placement.epoch,
+            reason=start.reason,
+            started_unix_seconds=unix_now(),
+        )
+        await self.bus.publish(MoveTold(move=self.moves[start.move_id]))
+        return MoveAccepted(move_id=start.move_id, epoch=self.placement.epoch)
+
+    async def _abandon(self, abandon: AbandonMove) -> MoveAccepted | MoveDenied:
+        self.abandoned.append(abandon.move_id)
+        record = self.moves.get(abandon.move_id)
+        if record is None or is_over(record.phase):
+            return MoveDenied(reason=DenialReason.NOT_FOUND, detail="no such move is under way")
+        await self.end(abandon.move_id, MovePhase.FAILED)
+        return MoveAccepted(move_id=abandon.move_id, epoch=self.placement.epoch)
+
+    async def _flip(self, _: FlipRole) -> MoveAccepted:
+        self.num_flips += 1
+        return MoveAccepted(move_id="", epoch=0)
+
+    async def end(self, move_id: str, phase: MovePhase = MovePhase.DONE) -> None:
+        """The move comes to its end."""
+        record = self.moves[move_id]
+        if phase is MovePhase.DONE:
+            self.placement = (
+                self.placement.without(record.returned_move_id)
+                if record.is_return
+                else self.placement.with_module(
+                    Placed(move_id=move_id, module=record.module, worker=record.host, num_blocks=NUM_BLOCKS)
+                )
+            )
+        self.moves[move_id] = msgspec.structs.replace(
+            record, phase=phase, epoch=self.placement.epoch, ended_unix_seconds=unix_now()
+        )
+        await self.bus.publish(MoveTold(move=self.moves[move_id]))
+        await self.tell()
+
+
+class Coordinator:
+    """One coordinator with its life."""
+
+    def __init__(self, scene: "Scene", name: str, **settings: Any) -> None:
+        made = CoordinatorSettings(name=name, **settings)
+        self.service = CoordinatorService(made, clock=unix_now)
+        self.bus, self.stop = MemoryBus(scene.broker), Stop()
+        self.runtime: Runtime | None = None
+        identity = new_identity(ServiceKind.MIGRATION_COORDINATOR, name)
+        self.task = asyncio.create_task(
+            live_on(self.bus, identity, made, self, self.stop, serves_probes=False)
+        )
+
+    async def open(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        await self.service.open(runtime)
+
+    async def drain(self) -> None:
+        await self.service.drain()
+
+    async def close(self) -> None:
+        await self.service.close()
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        assert self.runtime is not None
+        return self.runtime.registry
+
+    def value(self, metric: str, **labels: str) -> float:
+        return self.registry.get_sample_value(metric, labels) or 0.0
+
+    @property
+    def leads(self) -> bool:
+        return self.runtime is not None and self.value("kvmesh_coordinator_is_leader") == 1
+
+    async def end(self) -> int:
+        self.stop.asked.set()
+        code = await self.task
+        await self.bus.close()
+        return code
+
+    async def kill(self) -> None:
+        """No good-bye; the lease stays until it runs out."""
+        self.bus.disconnect()
+        self.stop.skip_drain = True
+        await self.end()
+
+
+class Scene:
+    """A broker in virtual time, and an asker."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker(clock=asyncio.get_running_loop().time)
+        self.asker = MemoryBus(self.broker)
+        self.workers: dict[str, ToldWorker] = {}
+        self.coordinators: list[Coordinator] = []
+
+    async def worker(
+        self, name: str, kind: ServiceKind = ServiceKind.DECODE_WORKER, **facts: Any
+    ) -> ToldWorker:
+        self.workers[name] = ToldWorker(self, name, kind, **facts)
+        await self.workers[name].open()
+        return self.workers[name]
+
+    async def coordinator(self, name: str = "coordinator-0", **settings: Any) -> Coordinator:
+        self.coordinators.append(Coordinator(self, name, **settings))
+        await self.until(lambda: self.coordinators[-1].runtime is not None)
+        return self.coordinators[-1]
+
+    async def pair(self, **settings: Any) -> tuple[ToldWorker, ToldWorker, Coordinator]:
+        """Two workers and a coordinator that leads and knows them."""
+        home, host = await self.worker("decode-0"), await self.worker("decode-1")
+        coordinator = await self.coordinator(**{"automatic": False, **settings})
+        await self.until(lambda: coordinator.leads)
+        await asyncio.sleep(1.5)
+        return home, host, coordinator
+
+    def ask(self, question: Request[Any]) -> Awaitable[Any]:
+        return self.asker.request(question, timeout_seconds=10)
+
+    async def plan(self, instance: str, host: str = "", **fields: Any) -> MoveAccepted | MoveDenied:
+        if host:
+            fields = {"module": ONE_HEAD, **fields}
+        answer: MoveAccepted | MoveDenied = await self.ask(PlanMove(instance=instance, host=host, **fields))
+        return answer
+
+    async def move(self, move_id: str) -> MoveRecord | None:
+        moves = (await self.ask(ListMoves(move_id=move_id))).moves
+        return moves[0] if moves else None
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110 - virtual time, and states that announce nothing
+                await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        for coordinator in self.coordinators:
+            if not coordinator.task.done():
+                coordinator.stop.skip_drain = True
+                await coordinator.end()
+        for worker in self.workers.values():
+            await worker.kill()
+        await self.asker.close()
+
+
+@asynccontextmanager
+async def coordinator_scene() -> AsyncIterator[Scene]:
+    scene = Scene()
+    try:
+        yield scene
+    finally:
+        await scene.close()
+
+
+def module_of(start: StartMove) -> Module:
+    assert start.module is not None
+    return start.module

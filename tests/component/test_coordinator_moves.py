@@ -1,0 +1,231 @@
+"""Moves by hand and by the loop: orders, denials, history, cancelling, explained rounds."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from coordinator_scene import ONE_HEAD, coordinator_scene, module_of
+
+from libs.bus.messages.migration import (
+    CancelMove,
+    DenialReason,
+    ExplainRounds,
+    ListMoves,
+    MoveAccepted,
+    MoveDenied,
+    MovePhase,
+)
+from libs.bus.messages.presence import ServiceKind
+from libs.placement.module import heads_of, whole_layers
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+def test_a_move_by_hand_goes_to_the_home_and_its_end_is_remembered(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, host, _ = await scene.pair()
+            accepted = await scene.plan("decode-0", "decode-1", expected_epoch=0)
+            assert isinstance(accepted, MoveAccepted)
+            (start,) = home.started
+            assert (start.module, start.host, start.expected_epoch) == (ONE_HEAD, host.incarnation, 0)
+            assert start.move_id == accepted.move_id
+            await home.end(accepted.move_id)
+            back = await scene.plan("decode-0", returned_move_id=accepted.move_id, expected_epoch=1)
+            assert isinstance(back, MoveAccepted)
+            assert home.started[-1].module is None
+            await home.end(back.move_id)
+            moves = (await scene.ask(ListMoves())).moves
+            assert [one.move_id for one in moves] == [back.move_id, accepted.move_id]
+            assert [one.phase for one in moves] == [MovePhase.DONE, MovePhase.DONE]
+            assert home.placement.epoch == 2
+
+    run_virtually(scenario())
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ({"instance": "nobody", "host": "decode-1"}, DenialReason.NOT_FOUND),
+        ({"instance": "decode-0", "host": "nobody"}, DenialReason.NOT_FOUND),
+        ({"instance": "decode-0", "host": "decode-0"}, DenialReason.INVALID),
+        ({"instance": "decode-0", "host": "decode-1", "expected_epoch": 7}, DenialReason.STALE_EPOCH),
+        ({"instance": "decode-0", "host": "decode-1", "with_weights": True}, DenialReason.INVALID),
+        ({"instance": "decode-0", "host": "decode-1", "module": whole_layers(0, 30)}, DenialReason.INVALID),
+        ({"instance": "decode-0", "host": "decode-1", "module": heads_of(0, 99, (0,))}, DenialReason.INVALID),
+        ({"instance": "decode-0", "host": "other-model"}, DenialReason.INVALID),
+        ({"instance": "decode-0", "host": "hosts-nothing"}, DenialReason.INVALID),
+        ({"instance": "decode-0"}, DenialReason.INVALID),
+        ({"instance": "decode-0", "returned_move_id": "never"}, DenialReason.NOT_FOUND),
+        ({"instance": "decode-0", "returned_move_id": "x", "host": "decode-1"}, DenialReason.INVALID),
+    ],
+)
+def test_what_cannot_begin_is_denied_before_anybody_is_asked(
+    run_virtually: Run, plan: dict[str, Any], reason: DenialReason
+) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            await scene.worker("other-model", model_fingerprint="another")
+            await scene.worker("hosts-nothing", hosting_address="")
+            home, _, _ = await scene.pair()
+            denied = await scene.plan(**plan)
+            assert isinstance(denied, MoveDenied)
+            assert denied.reason is reason
+            assert denied.detail
+            assert not home.started
+            assert (await scene.ask(ListMoves())).moves == ()
+
+    run_virtually(scenario())
+
+
+def test_one_move_at_a_time_and_the_homes_own_denial_is_passed_on(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, host, _ = await scene.pair()
+            host.denial = MoveDenied(reason=DenialReason.NO_ROOM, detail="no room", epoch=0)
+            assert await scene.plan("decode-1", "decode-0") == host.denial
+            assert (await scene.ask(ListMoves())).moves == ()
+            accepted = await scene.plan("decode-0", "decode-1")
+            again = await scene.plan("decode-0", "decode-1", module=whole_layers(0, 1))
+            other = await scene.plan("decode-1", "decode-0")
+            assert [again.reason, other.reason] == [DenialReason.BUSY, DenialReason.BUSY]
+            await home.end(accepted.move_id)
+            host.denial = None
+            assert isinstance(await scene.plan("decode-1", "decode-0"), MoveAccepted)
+
+    run_virtually(scenario())
+
+
+def test_an_order_without_an_answer_ends_when_the_home_does_not_tell_of_it(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, _, coordinator = await scene.pair()
+            home.hangs = True
+            accepted = await scene.plan("decode-0", "decode-1")
+            assert isinstance(accepted, MoveAccepted)
+            await scene.until(lambda: coordinator.value("kvmesh_coordinator_num_moves") == 0, 10)
+            record = await scene.move(accepted.move_id)
+            assert record is not None
+            assert record.phase is MovePhase.FAILED
+            assert "does not know it" in record.error
+
+    run_virtually(scenario())
+
+
+def test_a_home_that_dies_ends_its_move_in_the_history(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, _, coordinator = await scene.pair()
+            accepted = await scene.plan("decode-0", "decode-1")
+            await home.kill()
+            await scene.until(lambda: coordinator.value("kvmesh_coordinator_num_moves") == 0, 10)
+            record = await scene.move(accepted.move_id)
+            assert record is not None
+            assert record.error == "its home worker is gone"
+            assert isinstance(await scene.plan("decode-0", "decode-1"), MoveDenied)
+
+    run_virtually(scenario())
+
+
+def test_cancelling_reaches_the_home_while_the_move_is_not_over(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, _, _ = await scene.pair()
+            accepted = await scene.plan("decode-0", "decode-1")
+            assert isinstance(await scene.ask(CancelMove(move_id=accepted.move_id)), MoveAccepted)
+            assert home.abandoned == [accepted.move_id]
+            over = await scene.ask(CancelMove(move_id=accepted.move_id))
+            assert over.reason is DenialReason.INVALID
+            unknown = await scene.ask(CancelMove(move_id="never"))
+            assert unknown.reason is DenialReason.NOT_FOUND
+            assert home.abandoned == [accepted.move_id]
+
+    run_virtually(scenario())
+
+
+def test_the_loop_moves_layers_of_a_busy_worker_and_explains_it(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            busy, idle, coordinator = await scene.pair(automatic=True)
+            busy.load = {"busy_share": 1.0, "queued_seconds": 4.0}
+            await scene.until(lambda: bool(busy.started), 20)
+            (start,) = busy.started
+            assert start.host == idle.incarnation
+            assert module_of(start).kind.value == "layers"
+            assert start.move_id.startswith("auto-")
+            rounds = (await scene.ask(ExplainRounds(num_rounds=200))).rounds
+            told = next(one for one in rounds if one.move_id)
+            assert told.move_id == start.move_id
+            assert told.decision.endswith(start.reason.split(": ")[1])
+            assert any(one.verdict == "taken" for one in told.candidates)
+            assert {one.name for one in told.devices} == {"decode-0", "decode-1"}
+            assert coordinator.value("kvmesh_utilization_gap") > 0.25
+            assert coordinator.value("kvmesh_device_utilization", worker="decode-0", kind="compute") > 0.7
+            await scene.until(
+                lambda: coordinator.value("kvmesh_migration_decisions_total", verdict="moved") == 1
+            )
+            assert len(busy.started) == 1
+
+    run_virtually(scenario())
+
+
+def test_switched_off_the_loop_watches_and_moves_by_hand_still_work(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            busy, _, _ = await scene.pair(automatic=False)
+            busy.load = {"busy_share": 1.0, "queued_seconds": 4.0}
+            await asyncio.sleep(20)
+            assert not busy.started
+            explained = await scene.ask(ExplainRounds(num_rounds=1))
+            assert not explained.is_automatic
+            assert "only watches" in explained.rounds[0].decision
+            assert isinstance(await scene.plan("decode-0", "decode-1"), MoveAccepted)
+
+    run_virtually(scenario())
+
+
+def test_a_denied_move_of_the_loop_is_counted_and_not_asked_for_again_at_once(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            busy, _, coordinator = await scene.pair(automatic=True)
+            busy.denial = MoveDenied(reason=DenialReason.NO_ROOM, detail="no room", epoch=0)
+            busy.load = {"busy_share": 1.0, "queued_seconds": 4.0}
+            await scene.until(lambda: bool(busy.started), 20)
+            await asyncio.sleep(8)
+            assert len(busy.started) == 1
+            assert coordinator.value("kvmesh_migration_decisions_total", verdict="denied") == 1
+            await scene.until(lambda: len(busy.started) == 2, 10)
+
+    run_virtually(scenario())
+
+
+def test_where_roles_may_flip_an_idle_worker_is_asked_to(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            await scene.worker("prefill-0", ServiceKind.PREFILL_WORKER)
+            await scene.worker("prefill-1", ServiceKind.PREFILL_WORKER)
+            first, second, _ = await scene.pair(
+                automatic=True, flips_roles=True, moves_layers=False, moves_heads=False
+            )
+            for worker in (first, second):
+                worker.load = {"busy_share": 1.0, "queued_seconds": 4.0}
+            prefills = [scene.workers["prefill-0"], scene.workers["prefill-1"]]
+            await scene.until(lambda: sum(one.num_flips for one in prefills) == 1, 20)
+            await asyncio.sleep(20)
+            assert sum(one.num_flips for one in prefills) == 1, "then all rest"
+
+    run_virtually(scenario())
+
+
+def test_the_series_of_a_worker_that_is_gone_goes_too(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            _, host, coordinator = await scene.pair()
+            labels = {"worker": "decode-1", "kind": "total"}
+            assert coordinator.registry.get_sample_value("kvmesh_device_utilization", labels) is not None
+            await host.kill()
+            await asyncio.sleep(6)
+            assert coordinator.registry.get_sample_value("kvmesh_device_utilization", labels) is None
+
+    run_virtually(scenario())

@@ -1,0 +1,123 @@
+"""Which modules could move: always ones that the instance has, and that leave it something."""
+
+from balancing_plant import SHAPE, device
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.balancing.candidates import head_groups, layer_runs, moves_away, role_flips, ways_home
+from libs.balancing.mesh_view import Flip, MeshView, Role
+from libs.balancing.settings import BalancingSettings
+from libs.balancing.wording import module_in_words, move_in_words
+from libs.placement.module import ModuleKind, heads_of, lent_blocks, whole_layers
+from libs.placement.placement import Placed, Placement, all_home, check_module
+
+ALL = BalancingSettings()
+
+
+def away(module, worker="host", move_id="m") -> Placed:
+    return Placed(move_id=move_id, module=module, worker=worker, num_blocks=10)
+
+
+def spans(modules) -> list[tuple[int, int]]:
+    return [(one.first_layer, one.end_layer) for one in modules]
+
+
+def test_layer_runs_double_at_either_end_and_leave_one():
+    assert spans(layer_runs(all_home("h", 6, 2))) == [(0, 1), (5, 6), (0, 2), (4, 6), (0, 4), (2, 6)]
+    assert layer_runs(all_home("h", 1, 2)) == []
+
+
+def test_layer_runs_begin_where_what_is_at_home_begins():
+    placement = all_home("h", 6, 2).with_module(away(whole_layers(0, 2)))
+    assert spans(layer_runs(placement)) == [(2, 3), (5, 6), (2, 4), (4, 6)]
+
+
+def test_layers_that_lack_a_head_do_not_move_as_a_whole():
+    placement = all_home("h", 6, 2).with_module(away(heads_of(0, 4, (1,))))
+    assert spans(layer_runs(placement)) == [(4, 5), (5, 6), (4, 6)]
+
+
+def test_head_groups_are_of_all_layers_or_the_later_half_and_leave_one_head():
+    groups = head_groups(all_home("h", 4, 3))
+    assert {(one.first_layer, one.kv_heads) for one in groups} == {
+        (0, (2,)), (0, (1, 2)), (2, (2,)), (2, (1, 2)),
+    }  # fmt: skip
+    assert head_groups(all_home("h", 4, 1)) == []
+
+
+def test_of_many_heads_not_every_count_is_a_candidate():
+    counts = {len(one.kv_heads) for one in head_groups(all_home("h", 4, 32))}
+    assert counts == {1, 2, 3, 4, 5, 6, 7, 8, 16}
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """What candidates themselves have made of an instance."""
+    placement = all_home("h", draw(st.integers(1, 12)), draw(st.integers(1, 5)))
+    for number in range(draw(st.integers(0, 4))):
+        found = layer_runs(placement) + head_groups(placement)
+        if found:
+            placement = placement.with_module(away(draw(st.sampled_from(found)), move_id=str(number)))
+    return placement
+
+
+@given(placements(), st.floats(0, 1), st.booleans())
+def test_every_candidate_is_one_that_can_leave(placement: Placement, gap: float, is_memory_bound: bool):
+    home = device("home", placement=placement)
+    moves = list(moves_away(home, device("host"), ALL, gap=gap, is_memory_bound=is_memory_bound))
+    for move in moves:
+        check_module(placement, move.module)
+    assert len(moves) == len(set(moves))
+
+
+def kinds(gap: float, is_memory_bound: bool, settings: BalancingSettings = ALL) -> set[tuple[str, bool]]:
+    moves = moves_away(device("a"), device("b"), settings, gap=gap, is_memory_bound=is_memory_bound)
+    return {(one.module.kind.value, one.with_weights) for one in moves}
+
+
+def test_layers_for_great_gaps_and_compute_heads_for_small_gaps_and_memory():
+    assert kinds(0.9, False) == {("layers", False)}
+    assert kinds(0.2, False) == {("layers", False), ("heads", False)}
+    assert kinds(0.2, True) == {("heads", False)}
+    assert kinds(0.9, True) == {("layers", False), ("layers", True), ("heads", False)}
+
+
+def test_each_kind_can_be_switched_off():
+    assert kinds(0.9, True, BalancingSettings(moves_layers=False)) == {("heads", False)}
+    assert kinds(0.9, True, BalancingSettings(moves_heads=False)) == {("layers", False), ("layers", True)}
+    assert ("layers", True) not in kinds(0.9, True, BalancingSettings(moves_weights=False))
+
+
+def test_a_model_with_one_kv_head_lends_blocks_where_memory_is_short():
+    home = device("home", placement=all_home("home", 30, 1))
+    moves = list(moves_away(home, device("host"), ALL, gap=0.2, is_memory_bound=True))
+    assert [one.module.kind for one in moves] == [ModuleKind.TOKENS]
+    lent = home.placement.with_module(away(lent_blocks(30)))
+    there = device("home", placement=lent)
+    assert not list(moves_away(there, device("host"), ALL, gap=0.9, is_memory_bound=True))
+
+
+def test_only_what_may_be_given_back_comes_home_and_from_its_host():
+    placement = all_home("home", 30, 3).with_module(away(whole_layers(0, 2), move_id="mine"))
+    placement = placement.with_module(away(whole_layers(2, 4), move_id="manual"))
+    home = device("home", placement=placement)
+    found = list(ways_home(home, device("host"), frozenset({"mine"})))
+    assert [(one.move_id, one.host) for one in found] == [("mine", "host")]
+    assert not list(ways_home(home, device("other"), frozenset({"mine"})))
+
+
+def test_only_workers_that_host_nothing_and_have_everything_flip_and_never_the_last():
+    busy = device("d0", placement=all_home("d0", 30, 3).with_module(away(whole_layers(0, 2), "p1")))
+    view = MeshView((device("p0", Role.PREFILL), device("p1", Role.PREFILL), busy))
+    assert list(role_flips(view)) == [Flip("p0", Role.DECODE)]
+    hosting = device("d1", hosted_bytes=5)
+    view = MeshView((device("p0", Role.PREFILL), device("d0"), hosting))
+    assert list(role_flips(view)) == [Flip("d0", Role.PREFILL)]
+
+
+def test_moves_in_words():
+    assert module_in_words(whole_layers(20, 30)) == "layers 20-29"
+    assert module_in_words(whole_layers(3, 4)) == "layer 3"
+    assert module_in_words(heads_of(0, 30, (1, 2))) == "KV heads 1,2 of layers 0-29"
+    assert module_in_words(lent_blocks(SHAPE.num_layers)) == "lent blocks"
+    assert move_in_words(Flip("w", Role.DECODE)) == "flip to decode"

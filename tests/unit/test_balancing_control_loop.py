@@ -1,0 +1,181 @@
+"""The control loop against a mesh that does what it says, under loads that wander."""
+
+from balancing_plant import MOVE_ROUNDS, ROUND_SECONDS, Plant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libs.balancing.device_load import utilization
+from libs.balancing.loop_state import LoopState
+from libs.balancing.mesh_view import BringHome, Decision, Flip, MeshView, MoveAway, Role
+from libs.balancing.prediction import predict_away, predict_home
+from libs.balancing.settings import BalancingSettings
+from libs.placement.module import ModuleKind
+from libs.placement.placement import check_module
+
+TASTE = BalancingSettings(max_moves=2)
+FLIPPING = BalancingSettings(flips_roles=True, flip_cooldown_seconds=20.0)
+
+WORKERS = st.integers(0, 3)
+WALKS = st.lists(
+    st.tuples(WORKERS, st.floats(0.0, 1.6), st.floats(0.0, 1.2), st.integers(4, 80)), min_size=1, max_size=6
+)
+
+
+def walk(plant: Plant, steps: list[tuple[int, float, float, int]]) -> None:
+    """Each step gives one instance another demand, and lasts so many rounds."""
+    for number, work, memory, num_rounds in steps:
+        workers = list(plant.devices)
+        demand = plant.demands[workers[number % len(workers)]]
+        demand.work, demand.memory = work, memory
+        plant.run(num_rounds)
+
+
+def check_decision(plant: Plant, view: MeshView, state: LoopState, decision: Decision) -> None:
+    devices = {one.worker: one for one in view.devices}
+    loads = {worker: utilization(one.load, plant.settings) for worker, one in state.loads.items()}
+    before = max(loads.values())
+    moving = {worker for one in view.under_way for worker in (one.instance, one.host)}
+    assert len(view.under_way) < plant.settings.max_moves
+    if isinstance(decision, Flip):
+        num_left = sum(one.role is devices[decision.worker].role for one in view.devices) - 1
+        assert num_left >= 1
+        return
+    assert isinstance(decision, MoveAway | BringHome)
+    assert not {decision.instance, decision.host} & moving
+    home, host = devices[decision.instance], devices[decision.host]
+    if isinstance(decision, MoveAway):
+        check_module(home.placement, decision.module)
+        predicted = predict_away(decision, home, host, state.loads, plant.settings)
+        allowed = before
+    else:
+        age = plant.now - plant.switched_at[decision.move_id]
+        assert age >= plant.settings.cooldown_seconds, "undone within its cooldown"
+        predicted = predict_home(decision, home, host, state.loads, plant.settings)
+        allowed = max(before, plant.settings.calm_utilization)
+    loads[home.worker] = utilization(predicted.home, plant.settings)
+    loads[host.worker] = utilization(predicted.host, plant.settings)
+    assert max(loads.values()) <= allowed + 1e-9
+    assert predicted.num_blocks >= home.num_used_blocks
+
+
+@settings(max_examples=60, deadline=None)
+@given(WALKS, st.integers(0, 1000))
+def test_whatever_the_load_a_move_keeps_its_promises(steps, seed):
+    walk(Plant(TASTE, seed, noise=0.1, on_decision=check_decision), steps)
+
+
+@settings(max_examples=20, deadline=None)
+@given(WALKS, st.integers(0, 1000))
+def test_flips_leave_at_least_one_worker_of_each_role(steps, seed):
+    plant = Plant(FLIPPING, seed, noise=0.05, num_prefill=3, num_decode=2, on_decision=check_decision)
+    walk(plant, steps)
+    assert {one.role for one in plant.devices.values()} == {Role.PREFILL, Role.DECODE}
+
+
+@settings(max_examples=12, deadline=None)
+@given(WALKS, st.integers(0, 1000))
+def test_a_load_that_stays_the_same_settles(steps, seed):
+    plant = Plant(TASTE, seed, noise=0.03)
+    walk(plant, steps)
+    plant.run(400)
+    num_decisions = len(plant.decisions)
+    plant.run(300)
+    assert len(plant.decisions) == num_decisions
+
+
+@settings(max_examples=12, deadline=None)
+@given(WALKS, st.integers(0, 1000))
+def test_under_a_load_that_stays_the_same_nothing_goes_back_and_forth(steps, seed):
+    plant = Plant(BalancingSettings(), seed, noise=0.03)
+    for number, work, memory, _ in steps:
+        plant.demands[list(plant.devices)[number]].work = work
+        plant.demands[list(plant.devices)[number]].memory = memory
+    plant.run(600)
+    away = [(one.instance, one.host, one.module) for _, one in plant.decisions if isinstance(one, MoveAway)]
+    assert len(away) == len(set(away)), "gone, come home, and gone again"
+
+
+def test_a_busy_prefill_worker_hands_layers_to_an_idle_decode_worker():
+    plant = Plant()
+    plant.demands["prefill-0"].work = plant.demands["prefill-1"].work = 1.4
+    plant.run(200)
+    first = plant.decisions[0][1]
+    assert isinstance(first, MoveAway)
+    assert first.module.kind is ModuleKind.LAYERS
+    assert first.instance.startswith("prefill")
+    assert first.host.startswith("decode")
+    assert plant.rounds[-1].gap < plant.settings.delta_hi
+    peak = max(one.utilization for one in plant.rounds[-1].devices)
+    assert peak < 0.85 * max(one.utilization for one in plant.rounds[4].devices)
+
+
+def test_a_full_decode_pool_grows_by_what_an_idle_prefill_worker_takes():
+    plant = Plant(BalancingSettings(moves_layers=False))
+    plant.demands["decode-2"].memory = 1.5
+    before = plant.devices["decode-2"].num_blocks
+    plant.run(200)
+    first = plant.decisions[0][1]
+    assert isinstance(first, MoveAway)
+    assert first.module.kind is ModuleKind.HEADS
+    assert plant.devices["decode-2"].num_blocks >= 1.3 * before
+
+
+def test_memory_that_is_short_moves_modules_also_where_nothing_is_computed():
+    plant = Plant()
+    plant.demands["decode-2"].work, plant.demands["decode-2"].memory = 0.0, 1.0
+    before = plant.devices["decode-2"].num_blocks
+    plant.run(100)
+    assert plant.decisions
+    assert plant.devices["decode-2"].num_blocks > before
+
+
+def test_what_was_moved_is_given_back_when_the_load_is_gone():
+    plant = Plant(BalancingSettings(calm_rounds=20))
+    plant.demands["prefill-0"].work = 1.5
+    plant.run(100)
+    num_away = sum(len(one.placement.placed) for one in plant.devices.values())
+    assert num_away
+    plant.demands["prefill-0"].work = 0.05
+    plant.run(60 + num_away * (20 + MOVE_ROUNDS + int(plant.settings.cooldown_seconds / ROUND_SECONDS)))
+    assert not any(one.placement.placed for one in plant.devices.values())
+    returned = [one.move_id for _, one in plant.decisions if isinstance(one, BringHome)]
+    assert returned == sorted(returned), "the oldest first"
+
+
+def test_one_that_only_watches_says_what_it_would_do():
+    plant = Plant(BalancingSettings(acts=False))
+    plant.demands["prefill-0"].work = 1.5
+    plant.run(40)
+    assert not plant.decisions
+    assert "only watches" in plant.rounds[-1].decision
+    assert "from prefill-0" in plant.rounds[-1].decision
+
+
+def test_a_round_tells_why_each_candidate_was_not_taken():
+    plant = Plant()
+    plant.demands["prefill-0"].work = 1.5
+    plant.run(40)
+    told = next(one for one in plant.rounds if one.candidates)
+    verdicts = [one.verdict for one in told.candidates]
+    assert verdicts.count("taken") == 1
+    assert verdicts[0] == "taken"
+    assert all(verdicts)
+    assert told.is_balancing
+    later = plant.rounds[plant.rounds.index(told) + 1]
+    assert later.decision == "stays: 1 moves are under way"
+
+
+def test_between_the_thresholds_the_loop_goes_on_doing_what_it_did():
+    plant = Plant(BalancingSettings(acts=False))
+    plant.demands["prefill-0"].work = 0.35  # a gap of 0.15
+    plant.run(60)
+    assert not plant.rounds[-1].is_balancing
+    plant.demands["prefill-0"].work = 0.9
+    plant.run(60)
+    assert plant.rounds[-1].is_balancing
+    plant.demands["prefill-0"].work = 0.35
+    plant.run(60)
+    assert plant.rounds[-1].is_balancing
+    plant.demands["prefill-0"].work = 0.05
+    plant.run(60)
+    assert not plant.rounds[-1].is_balancing

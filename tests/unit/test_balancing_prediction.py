@@ -1,0 +1,204 @@
+"""Loads, bytes, and what a move would make of them."""
+
+import pytest
+from balancing_plant import MEMORY_BYTES, NUM_BLOCKS, SHAPE, device
+from hypothesis import given
+from hypothesis import strategies as st
+
+from libs.balancing.device_load import DeviceLoad, Smoothed, is_memory_bound, load_of, smooth, utilization
+from libs.balancing.footprint import capacity, memory_share, resident_share, room_bytes
+from libs.balancing.ledger import is_automatic, new_move_id, update_ledger
+from libs.balancing.mesh_view import BringHome, MeshView, MoveAway
+from libs.balancing.prediction import predict_away, predict_home
+from libs.balancing.settings import BalancingSettings
+from libs.placement.module import heads_of, lent_blocks, whole_layers
+from libs.placement.placement import Placed, all_home
+
+SETTINGS = BalancingSettings()
+SHARE = st.floats(0.0, 1.0)
+
+
+def loads_of(*devices):
+    return {one.worker: Smoothed(load_of(one, SETTINGS), 0.0) for one in devices}
+
+
+def with_away(worker, *placed, **facts):
+    placement = all_home(worker, SHAPE.num_layers, SHAPE.num_kv_heads)
+    for one in placed:
+        placement = placement.with_module(one)
+    return device(worker, placement=placement, **facts)
+
+
+def away(module, num_blocks=NUM_BLOCKS, move_id="m", **facts):
+    return Placed(move_id=move_id, module=module, worker="host", num_blocks=num_blocks, **facts)
+
+
+def test_compute_is_what_is_busy_of_the_share_that_a_device_has():
+    assert load_of(device("d", busy_share=0.125), SETTINGS).compute == 0.5
+    assert load_of(device("d", busy_share=0.125, device_share=1.0), SETTINGS).compute == 0.125
+
+
+def test_utilization_is_the_weighted_sum_with_a_bounded_queue():
+    assert utilization(DeviceLoad(1.0, 1.0, 0.0), SETTINGS) == pytest.approx(0.9)
+    assert utilization(DeviceLoad(0.0, 0.0, 99.0), SETTINGS) == pytest.approx(0.2)
+
+
+def test_memory_is_short_only_when_much_of_it_is_taken():
+    assert is_memory_bound(DeviceLoad(0.2, 0.95, 0.0), SETTINGS)
+    assert not is_memory_bound(DeviceLoad(0.2, 0.4, 0.0), SETTINGS)
+    assert not is_memory_bound(DeviceLoad(0.9, 0.95, 1.0), SETTINGS)
+
+
+@given(st.lists(st.tuples(SHARE, st.floats(0.01, 5.0)), min_size=1))
+def test_smoothed_loads_stay_between_what_was_seen(seen):
+    now, smoothed = 0.0, None
+    for share, seconds in seen:
+        now += seconds
+        smoothed = smooth(smoothed, DeviceLoad(share, share, share), now, SETTINGS)
+    assert smoothed is not None
+    values = [share for share, _ in seen]
+    assert min(values) - 1e-9 <= smoothed.load.compute <= max(values) + 1e-9
+
+
+def test_smoothing_forgets_with_time_not_with_rounds():
+    one = smooth(Smoothed(DeviceLoad(1, 1, 1), 0.0), DeviceLoad(0, 0, 0), 2.0, SETTINGS)
+    many = Smoothed(DeviceLoad(1, 1, 1), 0.0)
+    for number in range(1, 21):
+        many = smooth(many, DeviceLoad(0, 0, 0), number / 10, SETTINGS)
+    assert one.load.compute == pytest.approx(many.load.compute)
+
+
+def test_blocks_shrink_by_what_is_away_and_more_of_them_fit():
+    home = with_away("home", away(heads_of(0, 30, (2,)), num_blocks=0))
+    assert resident_share(home.placement) == pytest.approx(2 / 3)
+    assert capacity(home, home.placement, MEMORY_BYTES) == pytest.approx(1.5 * NUM_BLOCKS, abs=2)
+    granted = with_away("home", away(heads_of(0, 30, (2,)), num_blocks=NUM_BLOCKS + 7))
+    assert capacity(granted, granted.placement, MEMORY_BYTES) == NUM_BLOCKS + 7
+    lent = with_away("home", away(lent_blocks(30), num_blocks=40))
+    assert capacity(lent, lent.placement, MEMORY_BYTES) == NUM_BLOCKS + 40
+
+
+def test_a_host_gives_neither_what_it_uses_nor_its_least_pool():
+    host = device("host", num_used_blocks=100, num_least_blocks=20)
+    assert room_bytes(host) == MEMORY_BYTES - 100 * SHAPE.block_bytes
+    host = device("host", num_used_blocks=0, num_least_blocks=20, hosted_bytes=MEMORY_BYTES // 2)
+    assert room_bytes(host) == MEMORY_BYTES / 2 - 20 * SHAPE.block_bytes
+
+
+def test_memory_that_others_have_counts_as_taken():
+    half = device("d", hosted_bytes=MEMORY_BYTES // 2, num_blocks=100, num_used_blocks=50)
+    assert memory_share(half) == pytest.approx(0.75)
+    assert memory_share(device("d", num_used_blocks=NUM_BLOCKS // 2)) == pytest.approx(0.5, abs=0.01)
+    assert memory_share(device("d", memory_bytes=0, num_used_blocks=NUM_BLOCKS // 4)) == pytest.approx(
+        0.25, abs=0.01
+    )
+
+
+def test_layers_take_their_part_of_the_work_along():
+    home = device("home", busy_share=0.25, queued_seconds=3.0)
+    host = device("host", device_share=0.5)
+    predicted = predict_away(
+        MoveAway("home", "host", whole_layers(0, 15)), home, host, loads_of(home, host), SETTINGS
+    )
+    assert predicted.home.compute == pytest.approx(0.5)
+    assert predicted.host.compute == pytest.approx(0.25), "a device of twice the share is half as busy"
+    assert predicted.home.queue == pytest.approx(1.5)
+    assert predicted.num_blocks > NUM_BLOCKS
+    assert predicted.overhead_seconds == pytest.approx(2 * SETTINGS.link_latency_seconds, rel=0.2)
+
+
+def test_heads_free_memory_and_keep_the_work():
+    home = device("home", busy_share=0.1, num_used_blocks=NUM_BLOCKS - 2)
+    host = device("host")
+    move = MoveAway("home", "host", heads_of(0, 30, (2,)))
+    predicted = predict_away(move, home, host, loads_of(home, host), SETTINGS)
+    assert predicted.num_blocks == pytest.approx(1.5 * NUM_BLOCKS, rel=0.01)
+    assert predicted.home.memory == pytest.approx(2 / 3, abs=0.01)
+    assert predicted.host.memory == pytest.approx(0.5, abs=0.01)
+    assert predicted.home.compute > 0.9 * load_of(home, SETTINGS).compute
+    assert predicted.overhead_seconds >= 60 * SETTINGS.link_latency_seconds
+
+
+def test_travelling_weights_take_room_and_time_and_give_memory():
+    home = device("home", num_used_blocks=NUM_BLOCKS - 2)
+    host = device("host")
+    plain, heavy = (
+        predict_away(
+            MoveAway("home", "host", whole_layers(0, 4), with_weights=flag),
+            home,
+            host,
+            loads_of(home, host),
+            SETTINGS,
+        )
+        for flag in (False, True)
+    )
+    assert heavy.num_blocks > plain.num_blocks
+    assert heavy.host.memory > plain.host.memory
+    assert heavy.move_seconds > plain.move_seconds
+
+
+def test_a_full_host_grants_little_and_so_the_home_would_have_less():
+    home = device("home", num_used_blocks=NUM_BLOCKS // 2)
+    host = device("host", num_used_blocks=NUM_BLOCKS - 5)
+    move = MoveAway("home", "host", whole_layers(0, 16))
+    assert predict_away(move, home, host, loads_of(home, host), SETTINGS).num_blocks < 20
+
+
+@given(st.integers(1, 29), st.floats(0.01, 0.2), st.integers(0, NUM_BLOCKS // 2))
+def test_there_and_back_again_the_loads_are_what_they_were(num_layers, busy, num_used):
+    home = device("home", busy_share=busy, num_used_blocks=num_used)
+    host = device("host", busy_share=0.05)
+    before = loads_of(home, host)
+    move = MoveAway("home", "host", whole_layers(0, num_layers))
+    there = predict_away(move, home, host, before, SETTINGS)
+    placed = away(move.module, there.num_blocks)
+    hosted_bytes = int(there.num_blocks * SHAPE.block_bytes * num_layers / 30)
+    moved = busy * num_layers / 30
+    home = with_away(
+        "home", placed, busy_share=busy - moved, num_used_blocks=num_used, num_blocks=there.num_blocks
+    )
+    host = device("host", busy_share=0.05 + moved, hosted_busy_share=moved, hosted_bytes=hosted_bytes)
+    back = predict_home(
+        BringHome("home", "host", "m", move.module), home, host, loads_of(home, host), SETTINGS
+    )
+    assert back.home.compute == pytest.approx(before["home"].load.compute, rel=0.02)
+    assert back.host.compute == pytest.approx(before["host"].load.compute, rel=0.02, abs=1e-3)
+    assert back.home.memory == pytest.approx(before["home"].load.memory, abs=0.02)
+    assert back.overhead_seconds == pytest.approx(-there.overhead_seconds)
+
+
+def test_what_is_not_away_cannot_come_home():
+    home, host = device("home"), device("host")
+    with pytest.raises(ValueError, match="no module that move never"):
+        predict_home(
+            BringHome("home", "host", "never", whole_layers(0, 1)), home, host, loads_of(home, host), SETTINGS
+        )
+
+
+@given(st.lists(st.floats(1.6e9, 1.9e9), unique=True, min_size=2))
+def test_names_of_moves_are_in_order_of_their_age(times):
+    names = [new_move_id(at, "00", is_automatic=True) for at in sorted(times)]
+    assert names == sorted(names)
+    assert all(is_automatic(name) for name in names)
+    assert not is_automatic(new_move_id(times[0], "00", is_automatic=False))
+
+
+def test_the_ledger_is_what_the_placements_say_and_remembers_since_when():
+    old, new, by_hand = (
+        new_move_id(at, "00", is_automatic=flag) for at, flag in ((1, True), (2, True), (3, False))
+    )
+    home = with_away(
+        "home",
+        away(whole_layers(4, 5), move_id=new),
+        away(whole_layers(0, 1), move_id=old),
+        away(whole_layers(8, 9), move_id=by_hand),
+    )
+    ledger = update_ledger({old: 5.0, "auto-gone": 1.0}, MeshView((home,)), 9.0)
+    assert ledger == {old: 5.0, new: 9.0}
+    assert list(ledger) == [old, new]
+
+
+@pytest.mark.parametrize("facts", [{"delta_lo": 0.3}, {"delta_lo": -0.1}, {"cooldown_seconds": 1.0}])
+def test_thresholds_that_would_make_the_loop_swing_are_refused(facts):
+    with pytest.raises(ValueError, match=r"delta_lo|cooldown"):
+        BalancingSettings(**facts)
