@@ -8,6 +8,7 @@ last.
 import time
 from collections.abc import Callable
 
+_LEAST_DEBT_SECONDS = 1e-6  # no sleep is so short
 BURST_SECONDS = 0.25
 """Busy seconds that an idle worker saves up."""
 
@@ -44,7 +45,7 @@ class DeviceShare:
         if self.is_whole:
             return 0.0
         self._refill()
-        return max(0.0, -self._saved_seconds / self._share)
+        return -self._saved_seconds / self._share if self._saved_seconds < -_LEAST_DEBT_SECONDS else 0.0
 
     def _refill(self) -> None:
         now = self._clock()

@@ -2,16 +2,32 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from libs.engine.device_share import DeviceShare
-from libs.engine.hosting.hosted_modules import HostedModules
 from libs.engine.hosting.port import Answer, HostLost
 from libs.engine.hosting.turns import OWN, Turns
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
+
+
+class Guests(Protocol):
+    """Whose work comes between; see HostedModules."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether one has something to run."""
+        ...
+
+    def ready(self) -> list[str]:
+        """Those that have."""
+        ...
+
+    def run_piece(self, name: str) -> None:
+        """About as long as one layer takes."""
+        ...
 
 
 class DeviceTurns:
@@ -24,7 +40,7 @@ class DeviceTurns:
 
     def __init__(
         self,
-        hosted: HostedModules,
+        hosted: Guests,
         share: DeviceShare,
         meter: Meter,
         mailbox: Mailbox[Any],
