@@ -3,8 +3,7 @@
 import pytest
 from moves_scene import moving_mesh
 
-from libs.bus.messages.migration import MovePhase
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.module import Module, heads_of, whole_layers
 
 MODULES = {
     "first layers": whole_layers(0, 2),
