@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from services.cli.gateway import Gateway, GatewayError
-from services.cli.placement import PIPE_WIDTH, size_words
+from services.cli.placement import size_words
 
 _LOOK_SECONDS = 0.2
 _PHASES = ("planned", "reserving", "copying", "catching_up", "switching", "releasing", "rolling_back")
@@ -70,15 +70,15 @@ def show_moves(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
     if not moves:
         out.write("There was no move yet.\n")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("id", "what", "phase", "took", "pause", "bytes", "KV blocks"):
-        table.add_column(title, overflow="fold", justify="left" if title in ("id", "what") else "right")
+    console = Console(file=out, highlight=False, markup=False)
     for move in moves:
-        table.add_row(*_cells(move))
-    Console(file=out, highlight=False, markup=False, width=None if out.isatty() else PIPE_WIDTH).print(table)
-    for move in moves:
-        if move["error"]:
-            out.write(f"{move['id']}: {move['error']}\n")
+        style = {"done": "green", "failed": "red"}.get(move["phase"], "yellow")
+        started = time.strftime("%H:%M:%S", time.localtime(move["started_unix_seconds"]))
+        title = Text.assemble((move["id"], "bold"), f"  {started}  ", (_words(move["phase"]), style))
+        console.print(title, soft_wrap=True)
+        for words in (move_words(move), ", ".join(_list_figures(move)), move["error"]):
+            if words:
+                console.print(Text("  " + words), soft_wrap=True)
 
 
 def move_words(move: dict[str, Any]) -> str:
@@ -132,17 +132,17 @@ def _took(record: dict[str, Any]) -> str:
     return f"{max(0.0, record['ended_unix_seconds'] - record['started_unix_seconds']):.2f} s"
 
 
-def _cells(move: dict[str, Any]) -> list[str]:
-    was_paused, was_resized = move["pause_seconds"] > 0, move["num_blocks_after"] > 0
-    return [
-        move["id"],
-        move_words(move),
-        _words(move["phase"]),
-        _took(move),
-        f"{1000 * move['pause_seconds']:.1f} ms" if was_paused else "",
-        size_words(num_bytes) if (num_bytes := move["num_kv_bytes"] + move["num_weight_bytes"]) else "",
-        _blocks_words(move) if was_resized else "",
-    ]
+def _list_figures(move: dict[str, Any]) -> Iterator[str]:
+    if took := _took(move):
+        yield took
+    if move["pause_seconds"]:
+        yield f"pause {1000 * move['pause_seconds']:.1f} ms"
+    if move["num_kv_bytes"] or move["num_weight_bytes"]:
+        yield _size_words(move)
+    if move["phase"] == "done":
+        yield f"{_blocks_words(move)} KV blocks"
+    if move["reason"]:
+        yield move["reason"]
 
 
 def _words(phase: str) -> str:

@@ -116,7 +116,11 @@ def _away_words(instance: dict[str, Any]) -> Iterator[str]:
 
 def _hosted_words(instance: dict[str, Any]) -> Iterator[str]:
     for hosted in instance["hosted"]:
-        yield f"hosts {hosted['what']} of {hosted['instance']} in {size_words(hosted['num_bytes'])}"
+        size = size_words(hosted["num_bytes"])
+        if hosted["what"] == "lent blocks":
+            yield f"lends {hosted['num_blocks']} blocks to {hosted['instance']}, {size}"
+        else:
+            yield f"hosts {hosted['what']} of {hosted['instance']} in {size}"
 
 
 def _capacity_words(capacity: dict[str, Any]) -> str:

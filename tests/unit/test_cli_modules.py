@@ -143,7 +143,9 @@ def test_layers_and_heads_have_the_letters_of_who_has_them() -> None:
 
 def test_blocks_that_are_lent_and_workers_that_drain_are_told() -> None:
     lent = [{"worker": "b", "what": "lent blocks", "num_blocks": 70, "move_id": "m3"}]
-    said = "\n".join(picture(instance(lent=lent, state="draining")))
+    guest = {"what": "lent blocks", "instance": "c", "num_blocks": 9, "num_bytes": 1 << 20, "move_id": "m4"}
+    said = "\n".join(picture(instance(lent=lent, state="draining", hosted=[guest])))
+    assert "lends 9 blocks to c, 1.0 MiB" in said
     assert "lent blocks at b: 70 (move m3)" in said
     assert "draining" in said
 

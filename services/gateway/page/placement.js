@@ -135,7 +135,9 @@ function layerWords({ first, end }) {
 
 const overlayKey = (move) => [move.id, move.what];
 const movingWords = (move) => `${move.what} on the way ${wayWords(move)}`;
-const hostedWords = (one) => `runs ${one.what} of ${one.instance} here, in ${bytes(one.num_bytes)}`;
+const hostedWords = (one) => one.what === "lent blocks"
+  ? `lends ${many(one.num_blocks, "block")} to ${one.instance}, ${bytes(one.num_bytes)}`
+  : `runs ${one.what} of ${one.instance} here, in ${bytes(one.num_bytes)}`;
 
 export function wayWords(move) {
   const host = move.host_name || move.host;
