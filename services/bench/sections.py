@@ -222,6 +222,13 @@ def disk(say: Say) -> list[Figure]:
     return measure_disk(say)
 
 
+def migration(say: Say) -> list[Figure]:
+    """Modules that move while tokens flow."""
+    from services.bench.migration import measure_migration
+
+    return measure_migration(say)
+
+
 SECTIONS = (
     Section("machine", "This machine", machine),
     Section("bus", "Bus", bus),
@@ -233,5 +240,6 @@ SECTIONS = (
     Section("routing", "Routing decisions, 1000 workers", routing),
     Section("load", "Placing prompts under a bursty load", load),
     Section("store", "KV store", store),
+    Section("migration", "Moves of modules while 16 sequences decode, SmolLM2-135M", migration),
     Section("disk", "Disk tier, 64 MiB of blocks", disk),
 )

@@ -1,0 +1,129 @@
+"""What the formula of a step's overhead needs, measured: the way to a host and back, and attention."""
+
+import asyncio
+import math
+import os
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from kernels.paged_attention.choose import choose_paged_attention
+from kernels.paged_attention.contract import AttentionBatch
+from libs.bus.messages.presence import Presence
+from libs.cost.migration import LinkCost, ModelShape
+from libs.engine.hosting.calls import Settle, WriteBlocks
+from libs.engine.hosting.port import Answer
+from libs.placement.module import Module, heads_of
+from libs.transport.choose import make_transport
+from libs.worker.hosting.host_link import HostLink
+from services.bench.machine import best_seconds
+
+NUM_ROUND_TRIPS = 200
+NUM_WARM_UPS = 20
+NUM_BLOCKS = 128
+NUM_WRITES = 24
+_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class HostingCost:
+    """Of a call to a host that has nothing else to do."""
+
+    round_trip_seconds: float
+    """From the thread that asks over the Link to the host's engine thread and back; nothing is done there."""
+    bytes_per_second: float
+    """Of KV that is written there."""
+
+    @property
+    def link(self) -> LinkCost:
+        """As the formula takes it."""
+        return LinkCost(self.bytes_per_second, self.round_trip_seconds / 2)
+
+
+async def measure_hosting(host: Presence, shape: ModelShape, secret: str) -> HostingCost:
+    """As a home of its own that has some heads at the worker with this presence."""
+    transport = make_transport("ucx", f"bench-{os.getpid()}", secret.encode())
+    link = await transport.connect(host.hosting_address, timeout_seconds=_TIMEOUT_SECONDS)
+    came = threading.Event()
+    home = HostLink(
+        link,
+        fingerprint=host.model_fingerprint,
+        wake=came.set,
+        on_leaving=lambda: None,
+        timeout_seconds=_TIMEOUT_SECONDS,
+        ping_seconds=1.0,
+    )
+    serving = asyncio.create_task(home.serve())
+    try:
+        module = heads_of(0, shape.num_layers, (0,))
+        await home.open(
+            "bench", module, num_blocks_wanted=NUM_BLOCKS, num_blocks_least=NUM_BLOCKS, weight_bytes=0
+        )
+        return await asyncio.to_thread(_measure_calls, home, came, shape)
+    finally:
+        await home.close_module("bench")
+        await home.close()
+        await serving
+        await transport.close()
+
+
+def _measure_calls(home: HostLink, came: threading.Event, shape: ModelShape) -> HostingCost:
+    """On a thread that is not the loop's, as an engine's is not."""
+
+    def settle() -> float:
+        began = time.perf_counter()
+        came.clear()
+        answer: Answer = home.call(Settle())
+        while not answer.is_done:
+            came.wait(_TIMEOUT_SECONDS)
+            came.clear()
+        answer.result()
+        return time.perf_counter() - began
+
+    waits = [settle() for _ in range(NUM_WARM_UPS + NUM_ROUND_TRIPS)][NUM_WARM_UPS:]
+    round_trip = statistics.median(waits)
+    dtype = {4: torch.float32, 2: torch.bfloat16}[shape.element_bytes]
+    kv = torch.zeros(NUM_BLOCKS, 1, 2, shape.block_size, shape.head_dim, dtype=dtype)
+    best = math.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        for layer in range(NUM_WRITES):
+            home.call(WriteBlocks("bench", layer, torch.arange(NUM_BLOCKS).numpy(), kv))
+        settle()
+        best = min(best, time.perf_counter() - began)
+    return HostingCost(round_trip, NUM_WRITES * kv.nbytes / max(1e-9, best - round_trip))
+
+
+def attention_seconds(shape: ModelShape, num_kv_heads: int, *, num_sequences: int, num_context: int) -> float:
+    """Of one layer's decode step for so many of its KV heads, on this thread; 0 for none."""
+    if not num_kv_heads:
+        return 0.0
+    dtype = {4: torch.float32, 2: torch.bfloat16}[shape.element_bytes]
+    attention = choose_paged_attention(torch.device("cpu"), dtype)
+    num_blocks = -(-num_context // shape.block_size)
+    kv = torch.randn(num_sequences * num_blocks, num_kv_heads, 2, shape.block_size, shape.head_dim).to(dtype)
+    q = torch.randn(num_sequences, num_kv_heads * shape.queries_per_kv_head, shape.head_dim).to(dtype)
+    batch = AttentionBatch(
+        torch.randperm(len(kv)).to(torch.int32).view(num_sequences, num_blocks),
+        torch.full((num_sequences,), num_context, dtype=torch.int32),
+        torch.arange(num_sequences + 1, dtype=torch.int32),
+        1,
+        num_context,
+    )
+    scale = shape.head_dim**-0.5
+    return best_seconds(lambda: attention.attend(q, kv, batch, scale), repeats=50)
+
+
+def attention_parts(
+    shape: ModelShape, module: Module, *, num_sequences: int, num_context: int
+) -> tuple[float, float]:
+    """One layer's attention of the module's heads at the host, and of the others at home."""
+    away = len(module.kv_heads)
+    remote, local = (
+        attention_seconds(shape, heads, num_sequences=num_sequences, num_context=num_context)
+        for heads in (away, shape.num_kv_heads - away)
+    )
+    return remote, local
