@@ -8,7 +8,9 @@ from functools import cache
 import torch
 
 from libs.engine.engine_core import EngineCore
+from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.memory_host import MemoryHost, synchronous_host
+from libs.engine.hosting.port import Answer, Host, HostLost
 from libs.engine.outputs import StepOutput, Switched
 from libs.engine.settings import EngineSettings
 from libs.model.config import Architecture, ModelConfig
@@ -83,12 +85,33 @@ def core_of(model: Model, home: str = "home", **options: object) -> EngineCore:
     return EngineCore(model, settings, home=home, **options)  # type: ignore[arg-type]  # options as it names them
 
 
+class _Fused:
+    """A host that is lost after so many calls."""
+
+    def __init__(self, host: MemoryHost, fuses: dict[str, int]) -> None:
+        self._host, self._fuses = host, fuses
+        self.worker = host.worker
+
+    def call(self, call: HostedCall) -> Answer:
+        left = self._fuses.get(self.worker)
+        if left is None:
+            return self._host.call(call)
+        self._fuses[self.worker] = left - 1
+        if left > 0:
+            return self._host.call(call)
+        answer = Answer(lambda: None)
+        answer.fail(HostLost(self.worker, "its fuse has burnt down"))
+        return answer
+
+
 @dataclass
 class Mesh:
     """One home, and hosts with the same model, whose modules run when they are called."""
 
     home: EngineCore
     hosts: dict[str, EngineCore] = field(default_factory=dict[str, EngineCore])
+    fuses: dict[str, int] = field(default_factory=dict[str, int])
+    """Hosts that answer so many calls and then no more."""
 
     def place(
         self,
@@ -121,9 +144,14 @@ class Mesh:
         after = None if placed.has_weights_at_home else self.home.model.without_layers(module.layers)
         return self.home.move(lambda moves: moves.begin(placed, self.host(worker), after))
 
-    def host(self, worker: str) -> MemoryHost:
+    def host(self, worker: str) -> Host:
         """The way to it."""
-        return synchronous_host(worker, "home", self.hosts[worker].hosted)
+        host = synchronous_host(worker, "home", self.hosts[worker].hosted)
+        return _Fused(host, self.fuses)
+
+    def named(self, module: Module, move_id: str, worker: str) -> Placed:
+        """Not opened anywhere."""
+        return Placed(move_id=move_id, module=module, worker=worker)
 
     def begin_return(self, move_id: str) -> int:
         placed = self.home.placement.get(move_id)

@@ -273,3 +273,30 @@ def test_a_host_with_fewer_blocks_than_home_limits_the_blocks_until_the_move_end
     mesh.home.move(lambda moves: moves.cancel("m"))
     mesh.home.step()
     assert mesh.home.load().num_blocks == 100
+
+
+@pytest.mark.parametrize("stays", [whole_layers(0, 1), heads_of(0, 2, (0, 2))], ids=repr)
+def test_blocks_get_other_ids_here_and_at_hosts_that_stay(stays: Module) -> None:
+    mesh = Mesh(core_of(model_of("gqa"), num_blocks=40, prefix_cache=False))
+    mesh.away(whole_layers(2, 4), "goes", "a")
+    mesh.away(stays, "stays", "b")
+    early = [generation(prompt_of(60, one), f"early{one}", max_tokens=2) for one in range(6)]
+    late = [generation(prompt_of(88, one), f"late{one}", max_tokens=20) for one in range(2)]
+    for one in [*early, *late]:
+        begin(mesh.home, one)
+    moved: list[dict[int, int]] = []
+
+    def between(number: int) -> None:
+        blocks = [block for one in mesh.home.ledger.by_age for block in one.blocks]
+        if number == 13:
+            mesh.back("goes")
+            moved.append(
+                dict(zip(blocks, [b for one in mesh.home.ledger.by_age for b in one.blocks], strict=True))
+            )
+
+    told = drain(mesh.home, between)
+    assert [max(ids) >= mesh.home.load().num_blocks and ids[max(ids)] < max(ids) for ids in moved] == [True]
+    plain = core_of(model_of("gqa"))
+    for one in [*early, *late]:
+        begin(plain, one)
+    assert told.tokens == drain(plain).tokens
