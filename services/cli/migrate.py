@@ -1,6 +1,7 @@
 """kvmesh migrate: begin a move, follow it through its phases, list moves, cancel one."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
@@ -26,7 +27,11 @@ def start_move(gateway: Gateway, asked: dict[str, Any], *, waits: bool, as_json:
         said = json.dumps(accepted) if as_json else f"move {accepted['id']} begins; kvmesh migrate --list"
         out.write(said + "\n")
         return
-    record = follow_move(gateway, accepted["id"], out=None if as_json else out)
+    try:
+        record = follow_move(gateway, accepted["id"], out=None if as_json else out)
+    except KeyboardInterrupt:
+        print(f"it goes on; kvmesh migrate --cancel {accepted['id']} rolls it back", file=sys.stderr)
+        raise
     if as_json:
         out.write(json.dumps(record, ensure_ascii=False) + "\n")
     if record["phase"] == "failed":

@@ -65,6 +65,11 @@ class Placements:
         """Those under way and those that ended last, the newest first."""
         return sorted(self._moves.values(), key=lambda move: move.started_unix_seconds, reverse=True)
 
+    def latest(self, num: int) -> list[MoveRecord]:
+        """Those under way, and as many of the newest as make `num`, the newest first."""
+        moves = self.moves()
+        return [move for at, move in enumerate(moves) if at < num or not is_over(move.phase)]
+
     def _forget_old_moves(self) -> None:
         if len(self._moves) <= MAX_MOVES:
             return

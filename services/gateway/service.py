@@ -46,6 +46,9 @@ from services.gateway.view import (
     shortest_context,
 )
 
+SHOWN_MOVES = 16
+"""In each snapshot of the mesh; GET /v1/mesh/migrations has them all."""
+
 
 class GatewayService:
     """One gateway."""
@@ -194,7 +197,7 @@ class GatewayService:
         status = mesh_status(services, self._loads, now)
         status["placement"] = placement_document(services, self._placements, self._loads, now)
         names = names_of(services)
-        status["migrations"] = [move_document(move, names) for move in self._placements.moves()]
+        status["migrations"] = [move_document(move, names) for move in self._placements.latest(SHOWN_MOVES)]
         status["unix_seconds"] = time.time()
         status["loop"] = self._loop.last if self._loop is not None else None
         status["models"] = list(self._served.names)

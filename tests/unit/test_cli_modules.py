@@ -16,7 +16,7 @@ from services.cli.admin_key import find_admin_key
 from services.cli.arguments import BadCommand, move_asked, new_parser
 from services.cli.explain import show_explanation
 from services.cli.letters import Letters
-from services.cli.migrate import follow_move
+from services.cli.migrate import follow_move, start_move
 from services.cli.placement import show_placement
 from services.gateway.placement_view import move_document
 
@@ -249,3 +249,16 @@ def test_a_move_home_is_told_as_such() -> None:
     back = done(is_return=True, instance_name="decode-0", host_name="prefill-0", num_blocks_before=0)
     follow_move(Course(back), "m1", out=out)  # type: ignore[arg-type]  # it asks for moves alone
     assert out.getvalue().startswith("move m1: layers 20-29 of decode-0 home from prefill-0\n")
+
+
+def test_who_stops_waiting_is_told_that_the_move_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted(Course):
+        def start_migration(self, asked: dict[str, Any]) -> dict[str, Any]:
+            return {"id": "m1", "epoch": len(asked)}
+
+        def migration(self, move_id: str) -> dict[str, Any]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start_move(Interrupted(), {}, waits=True, as_json=False, out=io.StringIO())  # type: ignore[arg-type]  # a part
+    assert capsys.readouterr().err == "it goes on; kvmesh migrate --cancel m1 rolls it back\n"

@@ -94,6 +94,15 @@ def test_moves_are_bounded_and_none_under_way_is_forgotten(told_moves: list[tupl
     assert starts == sorted(starts, reverse=True)
 
 
+def test_the_latest_moves_are_the_newest_and_all_under_way() -> None:
+    placements = Placements()
+    placements.hear_move(record(move_id="old", started_unix_seconds=1.0))
+    for number in range(5):
+        placements.hear_move(done(move_id=f"m{number}", started_unix_seconds=10.0 + number))
+    assert [move.move_id for move in placements.latest(2)] == ["m4", "m3", "old"]
+    assert len(placements.latest(50)) == 6
+
+
 def test_a_home_that_left_moves_nothing_any_more() -> None:
     placements = Placements()
     other = record(move_id="m2", instance=PREFILL, host=DECODE)
