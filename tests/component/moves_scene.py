@@ -23,7 +23,7 @@ from libs.bus.messages.migration import (
 )
 from libs.placement.module import Module
 from libs.placement.phases import is_over
-from libs.placement.placement import Placement
+from libs.placement.placement import Placement, all_home
 
 SECONDS = 20.0
 
@@ -46,6 +46,11 @@ class MovesScene:
     @property
     def placement(self) -> Placement:
         return self.home.service._engine.placement
+
+    def told_placement(self, worker: Hosted) -> Placement:
+        """As everybody was told of it last."""
+        told = self.placements.get(worker.incarnation)
+        return told.placement if told is not None else all_home("", 1, 1)
 
     async def start(self, module: Module | None = None, **facts: Any) -> MoveAccepted | MoveDenied:
         self._num_moves += 1
@@ -70,10 +75,17 @@ class MovesScene:
         assert record.phase is MovePhase.DONE, record
         return record
 
-    async def back(self, move_id: str) -> MoveRecord:
-        record = await self.move(returned_move_id=move_id)
+    async def back(self, returned_move_id: str, **facts: Any) -> MoveRecord:
+        record = await self.move(returned_move_id=returned_move_id, **facts)
         assert record.phase is MovePhase.DONE, record
         return record
+
+    async def bring_home(self) -> None:
+        """Whatever is away and not lost."""
+        for placed in self.placement.placed:
+            answer = await self.start(returned_move_id=placed.move_id)
+            if isinstance(answer, MoveAccepted):
+                await self.end(answer.move_id)
 
     async def abandon(self, move_id: str) -> MoveAccepted | MoveDenied:
         return await self.bus.request(
@@ -146,7 +158,6 @@ async def moving_mesh(*, host: dict[str, Any] | None = None, **home: Any) -> Asy
             await mesh.decode("decode-1", role="both", **(host or {})),
         )
         await scene.open()
-        await mesh.until(lambda: scene.home.service._roster.get(scene.host.incarnation) is not None)
-        await mesh.until(lambda: scene.home.service._roster.get(scene.host.incarnation).hosting_address != "")
+        await mesh.until(lambda: scene.host.presence in scene.home.service._roster.all())
         yield scene
         await scene.bus.close()

@@ -1,0 +1,128 @@
+"""A host or a home that dies in any phase of a move: right tokens or one error, and nothing left over."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from moves_scene import MovesScene, moving_mesh
+
+from libs.bus.messages.migration import MoveAccepted, MovePhase
+from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+
+SLOW = 0.2
+"""MiB per second: a move takes a while."""
+PHASES = [
+    MovePhase.RESERVING,
+    MovePhase.COPYING,
+    MovePhase.CATCHING_UP,
+    MovePhase.SWITCHING,
+    MovePhase.RELEASING,
+    MovePhase.DONE,
+]
+MODULES = {"layers": whole_layers(1, 3), "heads": heads_of(0, 3, (1,))}
+
+
+async def lose_links(scene: MovesScene) -> None:
+    scene.mesh.network.drop_links()
+
+
+async def kill_host(scene: MovesScene) -> None:
+    await scene.mesh.kill(scene.host)
+
+
+@pytest.mark.parametrize("lose", [lose_links, kill_host])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+async def test_a_host_that_is_lost_costs_time_and_no_token(
+    module: Module, phase: MovePhase, lose: Callable[[MovesScene], Awaitable[None]]
+) -> None:
+    async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
+        streams = await scene.begin(4, 120)
+        started = await scene.start(module)
+        assert isinstance(started, MoveAccepted)
+        await scene.until(started.move_id, phase)
+        await lose(scene)
+        await scene.end(started.move_id)
+        await scene.check(streams)
+        await scene.bring_home()  # lost before it was connected to, it was connected to again
+        await scene.until_nothing_is_left()
+        assert scene.home.gauge("kvmesh_num_blocks") == 256
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_host_that_is_lost_on_the_way_back_costs_time_and_no_token(phase: MovePhase) -> None:
+    async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
+        streams = await scene.begin(4, 200)
+        away = await scene.away(MODULES["heads"])
+        started = await scene.start(returned_move_id=away.move_id)
+        assert isinstance(started, MoveAccepted)
+        await scene.until(started.move_id, phase)
+        await kill_host(scene)
+        await scene.end(started.move_id)
+        await scene.check(streams)
+        await scene.until_nothing_is_left()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_home_that_dies_leaves_nothing_at_its_host(phase: MovePhase) -> None:
+    async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
+        await scene.begin(4, 400)
+        started = await scene.start(MODULES["layers"])
+        assert isinstance(started, MoveAccepted)
+        await scene.until(started.move_id, phase)
+        await scene.mesh.kill(scene.home)
+        host = scene.host
+        await scene.mesh.until(lambda: host.gauge("kvmesh_hosted_modules") == 0)
+        await scene.mesh.until(lambda: host.gauge("kvmesh_hosted_bytes") == 0)
+        assert host.gauge("kvmesh_num_blocks") == 256
+        stream = await scene.gateway.generate([1, 2, 3], decode=host.incarnation, max_tokens=5)
+        assert len(stream.tokens) == 5
+
+
+async def test_a_home_that_falls_silent_loses_its_modules_when_its_lease_ends() -> None:
+    async with moving_mesh(host={"lease_seconds": 0.5}, lease_seconds=60.0) as scene:
+        streams = await scene.begin(3, 400)
+        await scene.away(whole_layers(0, 1))
+        await scene.mesh.until(lambda: scene.host.gauge("kvmesh_hosted_modules") == 0)
+        await scene.check(streams)
+        await scene.until_nothing_is_left()
+
+
+async def test_a_host_that_does_not_answer_is_lost_after_a_while() -> None:
+    async with moving_mesh(hosting_timeout_seconds=0.5) as scene:
+        streams = await scene.begin(3, 200)
+        await scene.away(whole_layers(0, 1))
+        scene.host.service._engine.hosting.call = lambda guest, call, answer: None
+        await scene.mesh.until(lambda: not scene.placement.placed)
+        assert scene.home.gauge("kvmesh_hosts_lost_total") == 1
+        await scene.check(streams)
+        await scene.until_nothing_is_left()
+
+
+async def test_lost_lent_blocks_cost_time_and_no_token() -> None:
+    async with moving_mesh(num_blocks=140) as scene:
+        streams = await scene.begin(6, 200)
+        await scene.away(lent_blocks(3), num_blocks=60)
+        more = await scene.begin(6, 120, num_prompt_tokens=40)
+        await kill_host(scene)
+        await scene.check([*streams, *more])
+        await scene.until_nothing_is_left()
+        assert scene.home.gauge("kvmesh_num_blocks") == 140
+
+
+async def test_two_workers_that_host_for_each_other_go_on() -> None:
+    async with moving_mesh(num_blocks=600, host={"num_blocks": 600}) as scene:
+        there = MovesScene(scene.mesh, scene.gateway, scene.host, scene.home)
+        await there.open()
+        streams = [*await scene.begin(4, 150), *await there.begin(4, 150)]
+        for module in MODULES.values():
+            away, other = await asyncio.gather(
+                scene.away(module, move_id=f"a-{module.kind.value}"),
+                there.away(module, move_id=f"b-{module.kind.value}"),
+            )
+            await asyncio.gather(
+                scene.back(away.move_id), there.back(other.move_id, move_id=f"c-{other.move_id}")
+            )
+        await scene.check(streams)
+        await scene.until_nothing_is_left()
+        await there.bus.close()

@@ -1,0 +1,212 @@
+"""Orders, cancellations, weights that travel, and hosts that leave."""
+
+import asyncio
+import itertools
+
+import pytest
+from moves_scene import moving_mesh
+
+from libs.bus.messages.migration import DenialReason, MoveAccepted, MoveDenied, MovePhase
+from libs.placement.module import heads_of, lent_blocks, whole_layers
+from libs.placement.phases import may_follow
+
+SLOW = 0.05
+"""MiB per second: a move takes seconds."""
+
+
+def reason(answer: MoveAccepted | MoveDenied) -> DenialReason:
+    assert isinstance(answer, MoveDenied), answer
+    return answer.reason
+
+
+async def test_phases_follow_each_other_and_the_record_says_what_was_done() -> None:
+    async with moving_mesh(host={"num_blocks": 600}) as scene:
+        streams = await scene.begin(4, 200)
+        away = await scene.away(heads_of(0, 3, (1,)), reason="by hand")
+        phases = [one.phase for one in scene.told[away.move_id]]
+        assert all(then is now or may_follow(now, then) for now, then in itertools.pairwise(phases))
+        assert (away.instance_name, away.host_name, away.reason) == ("decode-0", "decode-1", "by hand")
+        assert (away.expected_epoch, away.epoch) == (0, 1)
+        assert away.num_blocks_before == 256 < away.num_blocks_after
+        assert away.pause_seconds > 0
+        assert away.started_unix_seconds < away.ended_unix_seconds
+        assert set(away.phase_seconds) == {
+            "planned",
+            "reserving",
+            "copying",
+            "catching_up",
+            "switching",
+            "releasing",
+        }
+        back = await scene.back(away.move_id)
+        assert (back.num_blocks_before, back.num_blocks_after) == (away.num_blocks_after, 256)
+        await scene.check(streams)
+        await scene.until_nothing_is_left()
+
+
+async def test_metrics_and_placements_tell_of_a_move() -> None:
+    async with moving_mesh() as scene:
+        streams = await scene.begin(2, 60)
+        away = await scene.away(whole_layers(1, 3))
+        home, host = scene.home, scene.host
+        assert home.gauge("kvmesh_migrations_total", outcome="done") == 1
+        assert home.gauge("kvmesh_migration_bytes_total", what="kv") == away.num_kv_bytes
+        assert home.gauge("kvmesh_migration_phase_seconds_count", phase="copying") == 1
+        assert home.gauge("kvmesh_placement_epoch") == 1
+        assert home.gauge("kvmesh_num_blocks") == away.num_blocks_after
+        assert host.gauge("kvmesh_hosted_modules") == 1
+        assert host.gauge("kvmesh_hosted_bytes") > 0
+        await scene.mesh.until(lambda: host.gauge("kvmesh_hosted_step_seconds_count") > 0)
+        await scene.mesh.until(lambda: len(scene.told_placement(home).placed) == 1)
+        await scene.mesh.until(
+            lambda: (
+                host.incarnation in scene.placements and len(scene.placements[host.incarnation].hosted) == 1
+            )
+        )
+        (hosted,) = scene.placements[host.incarnation].hosted
+        assert (hosted.home, hosted.move_id, hosted.module) == (
+            home.incarnation,
+            away.move_id,
+            whole_layers(1, 3),
+        )
+        await scene.check(streams)
+
+
+async def test_an_order_that_comes_twice_moves_once() -> None:
+    async with moving_mesh() as scene:
+        for _ in range(2):
+            assert isinstance(await scene.start(whole_layers(0, 1), move_id="one"), MoveAccepted)
+        await scene.end("one")
+        again = await scene.start(whole_layers(0, 1), move_id="one", expected_epoch=0)
+        assert isinstance(again, MoveAccepted)
+        assert scene.placement.epoch == 1
+
+
+async def test_a_stale_epoch_is_refused_with_the_one_in_force() -> None:
+    async with moving_mesh() as scene:
+        await scene.away(whole_layers(0, 1))
+        refused = await scene.start(whole_layers(1, 2), expected_epoch=0)
+        assert reason(refused) is DenialReason.STALE_EPOCH
+        assert refused.epoch == 1
+
+
+async def test_one_move_at_a_time() -> None:
+    async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
+        streams = await scene.begin(4, 100)
+        first = await scene.start(whole_layers(0, 1))
+        await scene.until(first.move_id if isinstance(first, MoveAccepted) else "", MovePhase.COPYING)
+        assert reason(await scene.start(whole_layers(1, 2))) is DenialReason.BUSY
+        await scene.abandon("move-1")
+        await scene.end("move-1")
+        await scene.check(streams)
+        await scene.until_nothing_is_left()
+
+
+async def test_a_worker_that_hosts_nothing_is_no_destination() -> None:
+    async with moving_mesh(host={"hosting": False}) as scene:
+        assert reason(await scene.start(whole_layers(0, 1))) is DenialReason.INVALID
+
+
+async def test_a_host_without_room_fails_the_move_and_nothing_else() -> None:
+    async with moving_mesh(host={"num_blocks": 129}) as scene:  # one sequence of full length takes 128
+        streams = await scene.begin(3, 60)
+        record = await scene.move(whole_layers(0, 2))
+        assert record.phase is MovePhase.FAILED
+        assert "blocks" in record.error
+        await scene.check(streams)
+        await scene.until_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "phase", [MovePhase.PLANNED, MovePhase.RESERVING, MovePhase.COPYING, MovePhase.CATCHING_UP]
+)
+@pytest.mark.parametrize("is_return", [False, True], ids=["away", "return"])
+async def test_a_move_that_is_cancelled_leaves_everything_as_it_was(
+    phase: MovePhase, is_return: bool
+) -> None:
+    async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
+        if is_return:
+            await scene.away(heads_of(0, 3, (0,)))
+        streams = await scene.begin(4, 150)
+        before = scene.placement
+        started = await scene.start(
+            None if is_return else heads_of(0, 3, (1,)), returned_move_id="move-1" if is_return else ""
+        )
+        assert isinstance(started, MoveAccepted)
+        await scene.until(started.move_id, phase)
+        answer = await scene.abandon(started.move_id)
+        record = await scene.end(started.move_id)
+        if record.phase is MovePhase.FAILED:
+            assert isinstance(answer, MoveAccepted)
+            assert record.error == "it was cancelled"
+            assert scene.placement == before
+        else:  # it was faster
+            assert phase is MovePhase.CATCHING_UP
+            assert scene.placement.epoch == before.epoch + 1
+        await scene.check(streams)
+
+
+async def test_only_what_was_begun_can_be_cancelled() -> None:
+    async with moving_mesh() as scene:
+        assert reason(await scene.abandon("never")) is DenialReason.NOT_FOUND
+        done = await scene.away(whole_layers(0, 1))
+        assert reason(await scene.abandon(done.move_id)) is DenialReason.INVALID
+
+
+async def test_a_move_that_has_not_switched_by_its_deadline_is_rolled_back() -> None:
+    async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
+        streams = await scene.begin(4, 150)
+        record = await scene.move(heads_of(0, 3, (1,)), deadline_seconds=0.3)
+        assert record.phase is MovePhase.FAILED
+        assert "deadline" in record.error
+        await scene.check(streams)
+        await scene.until_nothing_is_left()
+
+
+async def test_lent_blocks_come_and_go() -> None:
+    async with moving_mesh(num_blocks=140) as scene:
+        streams = await scene.begin(5, 200)
+        away = await scene.away(lent_blocks(3), num_blocks=60)
+        assert (away.num_blocks_before, away.num_blocks_after) == (140, 200)
+        more = await scene.begin(5, 100)
+        await scene.back(away.move_id)
+        await scene.check([*streams, *more])
+        await scene.until_nothing_is_left()
+
+
+async def test_a_host_that_drains_gives_its_modules_back_first() -> None:
+    async with moving_mesh(host={"num_blocks": 1000}) as scene:
+        streams = await scene.begin(4, 300)
+        await scene.away(whole_layers(0, 1))
+        await scene.away(heads_of(1, 3, (1,)))
+        stopping = asyncio.ensure_future(scene.mesh.stop(scene.host))
+        await scene.mesh.until(lambda: not scene.placement.placed)
+        assert await stopping == 0
+        returns = [one[-1] for one in scene.told.values() if one[-1].is_return]
+        assert [one.reason for one in returns] == ["its host is leaving"] * 2
+        assert scene.home.gauge("kvmesh_hosts_lost_total") == 0
+        await scene.check(streams)
+        await scene.until_nothing_is_left()
+
+
+async def test_a_home_that_ends_leaves_nothing_at_its_host() -> None:
+    async with moving_mesh() as scene:
+        streams = await scene.begin(3, 40)
+        await scene.away(whole_layers(0, 2))
+        assert await scene.mesh.stop(scene.home) == 0
+        await scene.check(streams)
+        await scene.mesh.until(lambda: scene.host.gauge("kvmesh_hosted_modules") == 0)
+        await scene.mesh.until(lambda: scene.host.gauge("kvmesh_hosted_bytes") == 0)
+
+
+async def test_moves_go_on_while_the_broker_is_away() -> None:
+    async with moving_mesh(move_bandwidth_mib=1) as scene:
+        streams = await scene.begin(3, 100)
+        started = await scene.start(heads_of(0, 3, (1,)))
+        assert isinstance(started, MoveAccepted)
+        scene.home.bus.disconnect()
+        await scene.mesh.until(lambda: len(scene.placement.placed) == 1)
+        scene.home.bus.reconnect()
+        await scene.end(started.move_id)
+        await scene.mesh.until(lambda: len(scene.told_placement(scene.home).placed) == 1)
+        await scene.check(streams)
