@@ -45,7 +45,7 @@ class Arena:
         self._regions: list[Region] = []
         self._map: mmap.mmap | None = None
         if device.type == "cpu":
-            self._map = _reserve(_SPARE_SPACE * self._max_bytes + _TOUCH_BYTES)
+            self._map = _reserve(self._max_bytes)
             self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
             self._alignment_bytes = _PAGE_BYTES
             if not self.touch(0, num_bytes):
@@ -63,8 +63,12 @@ class Arena:
     @property
     def own_bytes(self) -> int:
         """That the owner may use, from the front."""
-        first = min((region.first_byte for region in self._regions), default=len(self.memory))
-        return min(first, self.num_bytes - self.num_given_up_bytes)
+        return min(self._own_end_byte, self.num_bytes - self.num_given_up_bytes)
+
+    @property
+    def _own_end_byte(self) -> int:
+        """Where the first region begins, or the memory that may be used ends."""
+        return min([self.num_bytes, *(region.first_byte for region in self._regions)])
 
     def own_bytes_after(self, num_bytes: int) -> int:
         """`own_bytes` once a region of `num_bytes` was given up; below 0 where there is no such room."""
@@ -81,7 +85,7 @@ class Arena:
             )
         region = Region(first, num_bytes, self.memory[first : first + num_bytes])
         self._regions.append(region)
-        self._drop(used_bytes, self.num_bytes)
+        self._drop(used_bytes, self._own_end_byte)
         return region
 
     def take_back(self, region: Region) -> None:
@@ -101,7 +105,7 @@ class Arena:
         """Undoes `grow`. Raises NoRoom where the owner uses more than would be left."""
         if self.own_bytes - num_bytes < used_bytes:
             raise NoRoom(f"{used_bytes} bytes are in use; {num_bytes} of {self.num_bytes} cannot be dropped")
-        self._drop(used_bytes, self.num_bytes)
+        self._drop(used_bytes, self._own_end_byte)
         self.num_bytes -= num_bytes
 
     def touch(self, first_byte: int, end_byte: int) -> bool:
@@ -144,11 +148,14 @@ class Arena:
         self._map.madvise(mmap.MADV_DONTNEED, first, end_byte - first)
 
 
-def _reserve(num_bytes: int) -> mmap.mmap:
-    """Address space without memory."""
-    num_bytes = -(-max(1, num_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+def _reserve(max_bytes: int) -> mmap.mmap:
+    """Address space without memory; no more than needed where the machine gives out what it has only."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    reserved = mmap.mmap(-1, num_bytes, flags=flags)
-    if num_bytes >= 2 * _SPARE_SPACE * _TOUCH_BYTES:
+    try:
+        reserved = mmap.mmap(-1, _SPARE_SPACE * max_bytes + _TOUCH_BYTES, flags=flags)
+    except OSError as error:
+        _log.info("address_space_is_short", reason=str(error))
+        reserved = mmap.mmap(-1, max_bytes + _TOUCH_BYTES, flags=flags)
+    if max_bytes >= 2 * _TOUCH_BYTES:
         reserved.madvise(mmap.MADV_HUGEPAGE)
     return reserved

@@ -19,6 +19,7 @@ from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
 from libs.model.random_model import random_model
 
+torch.set_num_threads(1)  # tiny products: threads would only wait for each other
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
 NUM_BLOCKS = 24

@@ -1,11 +1,15 @@
 """The pool's memory: given up, taken back, grown."""
 
+import mmap
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.engine.arena import Region
+from libs.engine.arena import Arena, Region
 from libs.engine.errors import NoRoom, OutOfBlocks
 from libs.engine.pool import BlockLayout, Pool
 
@@ -105,6 +109,65 @@ def test_memory_that_comes_back_is_clean() -> None:
     assert bool(pool.blocks.isfinite().all())
     pool.relayout(LAYOUT, set(), num_blocks=500)
     assert bool(pool.give_up(500 * BLOCK).memory.view(torch.float32).isfinite().all())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it in /proc")
+def test_memory_that_nobody_uses_is_free_for_the_machine() -> None:
+    wide = BlockLayout(((0, 0), (1, 0)), block_size=16, head_dim=64, dtype=torch.float32)
+    num_bytes = 64 << 20
+    before = resident_bytes()
+    pool = Pool(wide, num_bytes // wide.block_bytes, CPU, max_bytes=4 * num_bytes)
+    whole = resident_bytes()
+    assert whole - before >= num_bytes * 0.9
+    pool.relayout(wide, set(), num_blocks=pool.num_blocks // 4)
+    region = pool.give_up(num_bytes // 2)
+    assert resident_bytes() <= whole - num_bytes * 0.6
+    region.memory.fill_(1)
+    pool.take_back(region)
+    assert resident_bytes() <= whole - num_bytes * 0.6
+    pool.relayout(wide, set())
+    pool.touch_own()
+    assert resident_bytes() >= whole - num_bytes * 0.1
+
+
+@given(data=st.data())
+def test_on_a_device_regions_lie_apart_behind_the_blocks_and_no_more_is_used_than_there_is(
+    data: st.DataObject,
+) -> None:
+    """There memory is one piece, with holes between regions. The meta device counts as others do."""
+    num_bytes = data.draw(st.integers(1 << 10, 1 << 16))
+    arena = Arena(num_bytes, torch.device("meta"), max_bytes=num_bytes * 2)
+    assert arena.grow(1000) == 0
+    regions: list[Region] = []
+    used = data.draw(st.integers(0, num_bytes // 2))
+    for _ in range(data.draw(st.integers(1, 20))):
+        if data.draw(st.booleans()) and regions:
+            arena.take_back(regions.pop(data.draw(st.integers(0, len(regions) - 1))))
+        else:
+            wanted = data.draw(st.integers(1, num_bytes // 2))
+            left = arena.own_bytes_after(wanted)
+            if left >= used:
+                regions.append(arena.give_up(wanted, used))
+                assert arena.own_bytes == left
+            else:
+                with pytest.raises(NoRoom):
+                    arena.give_up(wanted, used)
+        ordered = sorted(regions, key=lambda region: region.first_byte)
+        edges = [
+            used,
+            *(edge for region in ordered for edge in (region.first_byte, region.end_byte)),
+            num_bytes,
+        ]
+        assert edges == sorted(edges)
+        assert arena.own_bytes >= used
+        assert all(region.first_byte % 256 == 0 for region in regions)
+    for region in regions:
+        arena.take_back(region)
+    assert arena.own_bytes == num_bytes
 
 
 @settings(deadline=None)
