@@ -76,5 +76,5 @@ def test_plain_progress_is_a_line_per_step_not_per_percent(capsys: pytest.Captur
         display.busy("decode-0", f"loading weights {percent}%")
     display.busy("decode-0", "")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "decode-0   loading weights 0%"
+    assert lines[0] == "decode-0      loading weights 0%"
     assert len(lines) == 6
