@@ -148,6 +148,7 @@ class Moves:
             self._arrangement.max_blocks = num_blocks
             return
         if self._loading.are_under_way:
+            self._loading.is_paused = True
             raise NotYet
         try:
             self._arrangement.resize(num_blocks)

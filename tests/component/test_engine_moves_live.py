@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from engine_harness import Listener
@@ -11,7 +12,9 @@ from engine_moves import begin as begin_alone
 
 from libs.engine.engine import Engine, EngineSettings
 from libs.engine.errors import MoveRefused
+from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.memory_host import MemoryHost
+from libs.engine.hosting.port import Answer
 from libs.engine.outputs import Switched
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from libs.placement.placement import Placed
@@ -22,9 +25,15 @@ from libs.request.outcome import FailureReason
 class Pair:
     """Each hosts for the other."""
 
-    def __init__(self, shape: str = "gqa") -> None:
+    def __init__(self, shape: str = "gqa", timeout_seconds: float = 30.0) -> None:
         self.model = model_of(shape)
-        sizes = EngineSettings(max_model_len=256, num_blocks=160, block_size=SIZE, max_num_batched_tokens=64)
+        sizes = EngineSettings(
+            max_model_len=256,
+            num_blocks=160,
+            block_size=SIZE,
+            max_num_batched_tokens=64,
+            hosting_timeout_seconds=timeout_seconds,
+        )
         self.heard = {name: Listener() for name in "ab"}
         self.engines = {name: Engine(self.model, sizes, self.heard[name], home=name) for name in "ab"}
 
@@ -59,9 +68,13 @@ class Pair:
         return switched
 
 
+def has_heard(heard: Listener, num_tokens: int) -> bool:
+    return sum(len(step) for step in heard.steps) == num_tokens
+
+
 @asynccontextmanager
-async def opened(shape: str = "gqa") -> AsyncGenerator[Pair]:
-    pair = Pair(shape)
+async def opened(shape: str = "gqa", timeout_seconds: float = 30.0) -> AsyncGenerator[Pair]:
+    pair = Pair(shape, timeout_seconds)
     for engine in pair.engines.values():
         await engine.start()
     try:
@@ -160,3 +173,29 @@ async def test_a_sequence_that_awaits_kv_fails_with_its_host_and_others_are_told
         assert [(one.sequence_id, one.reason) for one in heard.failed] == [("waits", FailureReason.PEER_LOST)]
         await heard.until(lambda: len(heard.ids("runs")) == 24)
         assert engine.load().away_share >= 0
+
+
+async def test_a_host_that_never_answers_is_lost_after_a_while() -> None:
+    async with opened(timeout_seconds=0.3) as pair:
+        engine, host, heard = pair.engines["a"], pair.engines["b"], pair.heard["a"]
+        is_deaf = False
+
+        def ask(guest: str, call: HostedCall, answer: Answer) -> None:
+            if not is_deaf:
+                host.hosting.call(guest, call, answer)
+
+        placed = Placed(move_id="m", module=heads_of(0, 4, (1,)), worker="b")
+        granted = await host.hosting.open(
+            "a", "m", placed.module, num_blocks_wanted=await engine.capacity_with(placed), num_blocks_least=32
+        )
+        placed = Placed(move_id="m", module=placed.module, worker="b", num_blocks=granted)
+        await engine.begin_move(placed, MemoryHost("b", "a", ask, engine.wake))
+        await engine.switch("m")
+        for one in asked("a"):
+            await pair.run("a", one)
+        await heard.until(lambda: len(heard.ids("a2")) > 3)
+        is_deaf = True
+        expected = unmoved("gqa", "a")
+        await heard.until(partial(has_heard, heard, sum(map(len, expected.values()))))
+        assert {one: heard.ids(one) for one in expected} == expected
+        assert "no answer within 0.3 s" in heard.placements[-1][1]
