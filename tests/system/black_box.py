@@ -37,6 +37,18 @@ def until(happened: Callable[[], Any], *, timeout_seconds: float, what: str) -> 
         time.sleep(0.05)
 
 
+def child_of(parent: int, program: str) -> int:
+    """The process id of the child of `parent` that runs `program`."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+        except OSError:
+            continue
+        if fields.get("PPid") == str(parent) and fields.get("Name", "").startswith(program):
+            return int(fields["Pid"])
+    raise AssertionError(f"{parent} has no child {program}")
+
+
 class Mesh:
     """A running `up` and what a test asks of it."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from black_box import MODEL, Mesh, until
+from black_box import MODEL, Mesh, child_of, until
 
 pytestmark = pytest.mark.system
 
@@ -54,7 +54,7 @@ def test_a_restarted_broker_is_found_again_by_everybody(mesh: Mesh) -> None:
     expected = (
         client.completions.create(model=MODEL, prompt="Snow is", temperature=0, max_tokens=8).choices[0].text
     )
-    os.kill(_child_of(mesh.process.pid, "nats-server"), signal.SIGKILL)
+    os.kill(child_of(mesh.process.pid, "nats-server"), signal.SIGKILL)
 
     def answers() -> bool:
         try:
@@ -69,17 +69,6 @@ def test_a_restarted_broker_is_found_again_by_everybody(mesh: Mesh) -> None:
         timeout_seconds=10,
         what="every service is seen again, none was restarted",
     )
-
-
-def _child_of(parent: int, program: str) -> int:
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
-        except OSError:
-            continue
-        if fields.get("PPid") == str(parent) and fields.get("Name", "").startswith(program):
-            return int(fields["Pid"])
-    raise AssertionError(f"{parent} has no child {program}")
 
 
 def test_a_port_in_use_is_one_clear_line_before_anything_starts(mesh: Mesh, tmp_path: Path) -> None:

@@ -1,0 +1,167 @@
+"""Layers, KV heads and lent blocks move between real workers while streams run: no text tells of it."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from mesh_moves import Moves, load_on, moves_of
+
+from black_box import Mesh, running_mesh
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
+
+NUM_STREAMS = 16
+NUM_TIMES = 10
+ANSWER_TOKENS = 96
+
+NUM_LONG_PROMPTS, NUM_LONG_STREAMS = 16, 4
+LONG_ANSWER_TOKENS = 6
+NUM_LONG_TIMES = 3
+
+LAYERS = {"layers": [10, 20]}
+ONE_HEAD = {"kv_heads": [1]}
+TWO_HEADS = {"kv_heads": [0, 2]}
+
+Reference = Callable[[list[str], int], list[str]]
+
+
+@pytest.fixture(scope="module")
+def moving_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    """One prefill and two decode workers without a store; long prompts are cut, and moves are by hand.
+
+    The pools are small, so that prompts which come again are computed again.
+    """
+    flags = ["--dtype", "float32", "--decode", "2", "--stores", "0", "--no-automatic"]
+    flags += ["--max-num-batched-tokens", "256", "--num-blocks", "512", "--max-model-len", "2048"]
+    yield from running_mesh(tmp_path_factory.mktemp("moving"), *flags)
+
+
+@pytest.fixture
+async def moves(moving_mesh: Mesh) -> AsyncIterator[Moves]:
+    """Whatever a test moved is home again at its end, and nothing is held anywhere."""
+    async with moves_of(moving_mesh) as moves:
+        yield moves
+        await moves.wait_all_home()
+        moving_mesh.wait_idle()
+
+
+def short_prompts() -> list[str]:
+    river = "today I walked along the river and saw many birds. "
+    return [f"Letter {i}. Dear friend, " + river * (1 + i % 5) for i in range(NUM_STREAMS)]
+
+
+def long_prompts() -> list[str]:
+    """About 800 to 1200 tokens, alike in nothing but their words."""
+    lines = [
+        "A clockmaker from Basel counted raindrops.",
+        "Prices rose by 3.7 % in March.",
+        "def f(n): return n",
+    ]
+    return [
+        " ".join(f"{i}.{k}: {lines[(i + k) % len(lines)]}" for k in range(50 + 5 * (i % 6)))
+        for i in range(NUM_LONG_PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def short_answers(reference: Reference) -> list[str]:
+    return reference(short_prompts(), ANSWER_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def long_answers(reference: Reference) -> list[str]:
+    return reference(long_prompts(), LONG_ANSWER_TOKENS)
+
+
+def layers_kind(i: int) -> dict[str, Any]:
+    return {**LAYERS, "kind": "offload" if i % 2 else "migrate"}
+
+
+def tell(what: str, records: list[dict[str, Any]]) -> None:
+    pauses = sorted(record["pause_seconds"] for record in records)
+    mib = sum(record["num_kv_bytes"] + record["num_weight_bytes"] for record in records) / (1 << 20)
+    print(
+        f"{what}: {len(records)} moves, {mib:.0f} MiB, "
+        f"pause median {pauses[len(pauses) // 2] * 1e3:.0f} ms, longest {pauses[-1] * 1e3:.0f} ms"
+    )
+
+
+async def test_every_text_is_that_of_a_mesh_where_nothing_moves(
+    moving_mesh: Mesh, moves: Moves, short_answers: list[str]
+) -> None:
+    records: list[dict[str, Any]] = []
+    async with load_on(moving_mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+        for i in range(NUM_TIMES):
+            for module in (layers_kind(i), ONE_HEAD, TWO_HEADS):
+                records += await moves.away_and_back("decode-0", host="decode-1", **module)
+    tell(f"{load.num_right} streams", records)
+    assert (load.refused, load.errors) == ([], [])
+    assert load.num_right >= NUM_STREAMS
+    aways = [record for record in records if not record["is_return"]]
+    assert all(record["num_kv_bytes"] for record in aways)
+    assert all(record["num_blocks_after"] > record["num_blocks_before"] for record in aways)
+    assert {record["kind"] for record in aways} == {"migrate", "offload", "heads"}
+
+
+async def test_lent_blocks_come_and_go_while_streams_run(
+    moving_mesh: Mesh, moves: Moves, short_answers: list[str]
+) -> None:
+    async with load_on(moving_mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+        away, back = await moves.away_and_back("decode-0", host="decode-1", tokens=True, num_blocks=64)
+    tell("lent blocks", [away, back])
+    assert (load.refused, load.errors) == ([], [])
+    assert away["num_blocks_after"] == away["num_blocks_before"] + 64
+
+
+@pytest.mark.parametrize("host", ["decode-1", "prefill-0"])
+async def test_any_worker_may_be_the_host(
+    moving_mesh: Mesh, moves: Moves, short_answers: list[str], host: str
+) -> None:
+    """Two modules of one instance at once; they come home in the order in which they left."""
+    async with load_on(moving_mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+        layers = await moves.done("decode-0", host=host, layers=[0, 5], kind="offload")
+        heads = await moves.done("decode-0", host="decode-1", layers=[5, 30], kv_heads=[2])
+        await moves.wait_settled()
+        for away in (layers, heads):
+            await moves.done("decode-0", return_of=away["id"])
+    assert (load.refused, load.errors) == ([], [])
+
+
+async def test_two_workers_host_for_each_other(
+    moving_mesh: Mesh, moves: Moves, short_answers: list[str]
+) -> None:
+    async with load_on(moving_mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+        first = await moves.done("decode-0", host="decode-1", layers=[0, 10], kind="offload")
+        second = await moves.done("decode-1", host="decode-0", layers=[20, 30], kind="offload")
+        await moves.wait_settled()
+        await load.next_right()
+        await moves.done("decode-0", return_of=first["id"])
+        await moves.done("decode-1", return_of=second["id"])
+    assert (load.refused, load.errors) == ([], [])
+
+
+async def test_prompts_that_are_cut_into_chunks_know_nothing_of_moves(
+    moving_mesh: Mesh, moves: Moves, long_answers: list[str]
+) -> None:
+    records: list[dict[str, Any]] = []
+    async with load_on(
+        moving_mesh, long_prompts(), long_answers, LONG_ANSWER_TOKENS, NUM_LONG_STREAMS
+    ) as load:
+        for i in range(NUM_LONG_TIMES):
+            for module in (layers_kind(i), ONE_HEAD, TWO_HEADS):
+                records += await moves.away_and_back("prefill-0", host=f"decode-{i % 2}", **module)
+    tell(f"{load.num_right} long prompts", records)
+    assert (load.refused, load.errors) == ([], [])
+    assert load.num_right >= NUM_LONG_STREAMS
+    assert any(record["num_kv_bytes"] for record in records)
+
+
+async def test_an_order_for_another_placement_is_refused(moves: Moves) -> None:
+    epoch = await moves.epoch("decode-0")
+    stale = await moves.order("decode-0", host="decode-1", expected_epoch=epoch + 1, **LAYERS)
+    assert (stale.status_code, stale.json()["error"]["code"]) == (409, "stale_epoch"), stale.text
+    away = await moves.done("decode-0", host="decode-1", expected_epoch=epoch, **LAYERS)
+    again = await moves.order("decode-0", return_of=away["id"], expected_epoch=epoch)
+    assert again.status_code == 409, again.text
+    back = await moves.done("decode-0", return_of=away["id"], expected_epoch=epoch + 1)
+    assert back["epoch"] == epoch + 2

@@ -1,0 +1,247 @@
+"""kill -9 in every phase of a move, under load: each stream ends in the right text or one error, nothing of
+the move is left, and the next move works."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from mesh_moves import Moves, away_of, bus_of, load_on, moves_of, until_none
+
+from black_box import Mesh, child_of, running_mesh
+from libs.bus.messages.migration import MovePhase, MoveTold
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+NUM_STREAMS = 8
+ANSWER_TOKENS = 48
+ROW_SECONDS = 150.0
+HEAL_SECONDS = 60.0
+PHASE_SECONDS = 30.0
+FROZEN_SECONDS = 0.5
+
+LAYERS = {"layers": [10, 20], "kind": "offload"}
+WEIGHTS = {"layers": [10, 14], "kind": "migrate"}
+HEADS = {"kv_heads": [0, 2]}
+SMALL = {"layers": [3, 5], "kv_heads": [1]}
+
+NATS, COORDINATOR = "nats", "coordinator-0"
+
+
+class Row(NamedTuple):
+    """Who dies when which move enters which phase. A module comes home where `comes_home`."""
+
+    phase: MovePhase
+    victim: str
+    home: str
+    host: str
+    module: dict[str, Any]
+    comes_home: bool = False
+
+    @property
+    def name(self) -> str:
+        role = {self.home: "home", self.host: "host"}.get(self.victim, self.victim)
+        return f"{self.phase.value}{'-home-again' if self.comes_home else ''}-{role}"
+
+
+D0, D1, P0 = "decode-0", "decode-1", "prefill-0"
+ROWS = [
+    # Neighbours have other victims: who dies again soon after its start is started later each time.
+    Row(MovePhase.RESERVING, D0, D0, D1, WEIGHTS),
+    Row(MovePhase.RESERVING, COORDINATOR, D1, D0, LAYERS),
+    Row(MovePhase.RESERVING, D1, D0, D1, HEADS),
+    Row(MovePhase.RESERVING, NATS, D1, D0, LAYERS),
+    Row(MovePhase.COPYING, D0, D0, D1, LAYERS),
+    Row(MovePhase.COPYING, COORDINATOR, D1, D0, HEADS),
+    Row(MovePhase.COPYING, D1, D0, D1, WEIGHTS),
+    Row(MovePhase.COPYING, NATS, D0, D1, HEADS),
+    Row(MovePhase.COPYING, D0, D1, D0, HEADS, comes_home=True),
+    Row(MovePhase.CATCHING_UP, D1, D1, D0, LAYERS),
+    Row(MovePhase.CATCHING_UP, COORDINATOR, D1, D0, LAYERS),
+    Row(MovePhase.CATCHING_UP, D0, D1, D0, HEADS),
+    Row(MovePhase.CATCHING_UP, NATS, D1, D0, WEIGHTS),
+    Row(MovePhase.SWITCHING, D1, D1, D0, HEADS),
+    Row(MovePhase.SWITCHING, COORDINATOR, D0, D1, LAYERS),
+    Row(MovePhase.SWITCHING, D0, D1, D0, WEIGHTS),
+    Row(MovePhase.SWITCHING, NATS, D0, D1, HEADS),
+    Row(MovePhase.SWITCHING, D1, D0, D1, LAYERS, comes_home=True),
+    Row(MovePhase.RELEASING, D0, D0, D1, WEIGHTS, comes_home=True),
+    Row(MovePhase.RELEASING, COORDINATOR, D0, D1, HEADS, comes_home=True),
+    Row(MovePhase.RELEASING, D1, D0, D1, LAYERS, comes_home=True),
+    Row(MovePhase.RELEASING, NATS, D0, D1, LAYERS),
+    Row(MovePhase.DONE, D0, D0, D1, HEADS),
+    Row(MovePhase.DONE, COORDINATOR, D0, D1, WEIGHTS),
+    Row(MovePhase.DONE, D1, D0, D1, WEIGHTS),
+    Row(MovePhase.DONE, NATS, D0, D1, LAYERS),
+    Row(MovePhase.COPYING, D0, P0, D0, LAYERS),
+    Row(MovePhase.DONE, D1, P0, D1, HEADS),
+]
+
+
+@pytest.fixture(scope="module")
+def fragile_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    """One prefill and two decode workers whose moves copy slowly enough to be met in each phase."""
+    flags = ["--dtype", "float32", "--decode", "2", "--stores", "0", "--no-automatic"]
+    flags += ["--max-num-batched-tokens", "256", "--num-blocks", "512", "--max-model-len", "2048"]
+    yield from running_mesh(tmp_path_factory.mktemp("fragile"), *flags, "--move-bandwidth-mib", "24")
+
+
+def prompts() -> list[str]:
+    river = "today I walked along the river and saw many birds. "
+    return [f"Letter {i}. Dear friend, " + river * (4 + 4 * (i % 5)) for i in range(NUM_STREAMS)]
+
+
+@pytest.fixture(scope="module")
+def answers(reference: Callable[[list[str], int], list[str]]) -> list[str]:
+    return reference(prompts(), ANSWER_TOKENS)
+
+
+@pytest.fixture
+async def moves(fragile_mesh: Mesh) -> AsyncIterator[Moves]:
+    async with moves_of(fragile_mesh) as moves:
+        moves.patience_seconds = 10.0
+        yield moves
+
+
+def pid_of(mesh: Mesh, name: str) -> int:
+    return child_of(mesh.process.pid, "nats-server") if name == NATS else int(mesh.service(name)["pid"])
+
+
+class Killing:
+    """Hears what workers tell of moves; kills the victim as soon as a move enters the phase of the row.
+
+    The host stands still from just before (or, to meet it in `reserving`, from before the order) until
+    shortly after: the move cannot leave the phase meanwhile, if it needs the host for that.
+    """
+
+    def __init__(self, mesh: Mesh, row: Row) -> None:
+        self._row = row
+        self._victim, self._host = pid_of(mesh, row.victim), pid_of(mesh, row.host)
+        self._is_frozen = False
+        self.move_id = ""
+        self._entered: set[str] = set()
+        self.is_done = asyncio.Event()
+
+    def freeze(self) -> None:
+        self._is_frozen = True
+        os.kill(self._host, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        if self._is_frozen and not (self.is_done.is_set() and self._row.victim == self._row.host):
+            os.kill(self._host, signal.SIGCONT)
+        self._is_frozen = False
+
+    def ordered(self, move_id: str) -> None:
+        self.move_id = move_id
+        self._look()
+
+    def hear(self, told: MoveTold) -> None:
+        if told.move.phase is self._row.phase:
+            self._entered.add(told.move.move_id)
+            self._look()
+
+    def _look(self) -> None:
+        if self.move_id in self._entered and not self.is_done.is_set():
+            if self._row.phase in (MovePhase.SWITCHING, MovePhase.RELEASING) and not self._is_frozen:
+                self.freeze()
+            os.kill(self._victim, signal.SIGKILL)
+            self.is_done.set()
+
+
+@asynccontextmanager
+async def healing(mesh: Mesh, moves: Moves, victim: str) -> AsyncIterator[None]:
+    """At the end everybody serves again, the victim as a new one."""
+    before = {service["name"]: service["incarnation"] for service in mesh.services()}
+    yield
+
+    def ready() -> dict[str, str]:
+        return {s["name"]: s["incarnation"] for s in mesh.services() if s["state"] == "ready"}
+
+    async def not_healed() -> list[object]:
+        try:
+            now = await asyncio.to_thread(ready)
+            is_ready = await asyncio.to_thread(mesh.status_of, "/ready") == 200
+            leads = await moves.is_led()
+        except OSError as error:
+            return [str(error)]
+        wrong = [n for n, old in before.items() if n not in now or (now[n] == old) is (n == victim)]
+        return [*wrong, *([] if is_ready else ["not ready"]), *([] if leads else ["nobody leads"])]
+
+    await until_none(not_healed, HEAL_SECONDS)
+
+
+async def bring_home(moves: Moves) -> None:
+    for name, told in (await moves.placement()).items():
+        for move_id in away_of(told):
+            await moves.done(name, return_of=move_id)
+
+
+async def capacities(moves: Moves) -> dict[str, int]:
+    return {name: told["capacity"]["num_blocks"] for name, told in (await moves.placement()).items()}
+
+
+async def wait_capacities(moves: Moves, expected: dict[str, int]) -> None:
+    async def wrong() -> list[object]:
+        return list((await capacities(moves)).items() ^ expected.items())
+
+    await until_none(wrong, PHASE_SECONDS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name + f"-{row.home[0]}" for row in ROWS])
+async def test_kill_in_each_phase(fragile_mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> None:
+    mesh = fragile_mesh
+    capacities_before = await capacities(moves)
+    async with (
+        asyncio.timeout(ROW_SECONDS),
+        healing(mesh, moves, row.victim),
+        load_on(mesh, prompts(), answers, ANSWER_TOKENS, NUM_STREAMS) as load,
+        bus_of(mesh) as bus,
+    ):
+        killing = Killing(mesh, row)
+        await bus.subscribe(MoveTold, killing.hear)
+        order: dict[str, Any] = {"host": row.host, **row.module}
+        if row.comes_home:
+            order = {"return_of": (await moves.done(row.home, **order))["id"]}
+        if row.phase is MovePhase.RESERVING:
+            killing.freeze()
+        try:
+            killing.ordered(await moves.begin(row.home, **order))
+            async with asyncio.timeout(PHASE_SECONDS):
+                await killing.is_done.wait()
+            await asyncio.sleep(FROZEN_SECONDS)
+        finally:
+            killing.thaw()
+        await load.next_right(NUM_STREAMS)
+    print(f"{load.num_right} right, {len(load.errors)} errors, {len(load.refused)} refused")
+    if row.victim == COORDINATOR:
+        assert (load.refused, load.errors) == ([], [])
+    assert len(load.errors) <= NUM_STREAMS // 4, load.errors
+    await moves.wait_settled()
+    await bring_home(moves)
+    await moves.wait_all_home()
+    await asyncio.to_thread(mesh.wait_idle)
+    await moves.away_and_back(row.home, host=row.host, **SMALL)
+    await moves.wait_all_home()
+    await wait_capacities(moves, capacities_before)
+
+
+async def test_a_move_that_is_cancelled_leaves_nothing_behind(
+    fragile_mesh: Mesh, moves: Moves, answers: list[str]
+) -> None:
+    async with load_on(fragile_mesh, prompts(), answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+        epoch = await moves.epoch(D0)
+        move_id = await moves.begin(D0, host=D1, layers=[0, 20], kind="migrate")
+        cancelled = await moves.cancel(move_id)
+        assert cancelled.status_code == 202, cancelled.text
+        record = await moves.wait_over(move_id)
+        assert (record["phase"], record["epoch"]) == ("failed", epoch)
+        assert "cancelled" in record["error"]
+        again = await moves.cancel(move_id)
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "cannot_cancel")
+        await load.next_right()
+    assert (load.refused, load.errors) == ([], [])
+    await moves.wait_all_home()
+    await asyncio.to_thread(fragile_mesh.wait_idle)
