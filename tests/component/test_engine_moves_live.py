@@ -113,11 +113,7 @@ async def test_two_engines_host_for_each_other_while_both_decode(module: Module)
             await asyncio.gather(pair.back("a", "b", f"ab{number}"), pair.back("b", "a", f"ba{number}"))
         for name, heard in pair.heard.items():
             expected = unmoved("gqa", name)
-            await heard.until(
-                lambda heard=heard, expected=expected: (
-                    sum(len(step) for step in heard.steps) == sum(map(len, expected.values()))
-                )
-            )
+            await heard.until(partial(has_heard, heard, sum(map(len, expected.values()))))
             assert {one: heard.ids(one) for one in expected} == expected
             assert heard.failed == []
             assert [placement.epoch for placement, _ in heard.placements] == [1, 2, 3, 4, 5, 6]

@@ -119,7 +119,8 @@ class Recorder:
 def test_a_step_is_told_once_and_again_after_another_one() -> None:
     hosts, host = Hosts(result_now, Meter()), Recorder()
     hosts.add(host)
-    some, other = (BeginStep(*[np.zeros(0, np.int64)] * 5, 0, 0, None) for _ in range(2))
+    long, short = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    some, other = (BeginStep(long, long, short, short, short, 0, 0, None) for _ in range(2))
     for step in (some, some, other, some, some):
         hosts.begin("host", step)
     assert host.calls == [some, other, some]
