@@ -172,6 +172,10 @@ def overlap(say: Say) -> list[Figure]:
     return measure_overlap(say)
 
 
+BALANCE_TITLE = (
+    "Coordinator on against off, 2 prefill and 2 decode workers of --device-share 0.25: each like a slower "
+    "device with a memory of its own, since two cores bound what four workers can gain"
+)
 AT_LEAST = {"ucx: 16 MiB, GB/s": 3.5, "shm: 16 MiB, GB/s": 8.0}
 AT_MOST = {
     "ucx: 64 B round trip p50, us": 120.0,
@@ -229,6 +233,13 @@ def migration(say: Say) -> list[Figure]:
     return measure_migration(say)
 
 
+def balance(say: Say) -> list[Figure]:
+    """What the coordinator makes of load that is skewed."""
+    from services.bench.balance import measure_balance
+
+    return measure_balance(say)
+
+
 SECTIONS = (
     Section("machine", "This machine", machine),
     Section("bus", "Bus", bus),
@@ -241,5 +252,6 @@ SECTIONS = (
     Section("load", "Placing prompts under a bursty load", load),
     Section("store", "KV store", store),
     Section("migration", "Moves of modules while 16 sequences decode, SmolLM2-135M", migration),
+    Section("balance", BALANCE_TITLE, balance),
     Section("disk", "Disk tier, 64 MiB of blocks", disk),
 )

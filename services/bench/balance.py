@@ -1,0 +1,163 @@
+"""The migration coordinator on against off, on real workers with a share of the cores each.
+
+Two cores bound what four workers can gain together. With `--device-share` each behaves like a slower device
+that has a memory of its own: what an idle one does not use is lost, unless modules of busy ones are there.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from services.bench.balance_load import Phase, Seen, moves_in, run_phase
+from services.bench.figures import Figure
+from services.bench.mesh_overhead import running_mesh
+
+AIM = 1.3
+SHARE = "0.25"
+WORKERS = (
+    *("--prefill", "2", "--decode", "2", "--threads", "1", "--dtype", "bfloat16", "--device-share", SHARE),
+    *("--stores", "0", "--max-model-len", "1280"),
+)
+NUM_BLOCKS, NUM_SMALL_BLOCKS = 1024, 192
+POOLS = "[prefill_worker]\nnum_blocks = {}\n[decode_worker]\nnum_blocks = {}\n"
+SKEWED = (
+    Phase("long prompts", prompt_tokens=1024, output_tokens=4, num_requests=48, num_clients=12),
+    Phase("long answers", prompt_tokens=32, output_tokens=192, num_requests=96, num_clients=24),
+)
+PACE = 0.75
+"""Of the rate that the mesh without moves reached with long answers, at which peaks are compared."""
+PACED_SECONDS = 16.0
+CROWDED = Phase("long answers in a small pool", 32, 480, num_requests=48, num_clients=48)
+"""Decode workers with room for a few of its sequences each."""
+HEADS_ONLY = ("--no-moves-layers",)
+ON, OFF = "--automatic", "--no-automatic"
+WORDS = {ON: "on", OFF: "off"}
+DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The skewed load on one mesh."""
+
+    phases: list[Seen]
+    paced: Seen
+    paced_rate: float
+    """Requests a second."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all phases."""
+        return sum(one.num_tokens for one in self.phases) / sum(one.seconds for one in self.phases)
+
+
+def measure_balance(say: Callable[[str], None]) -> list[Figure]:
+    """Less than four minutes."""
+    off = _skewed(OFF, say)
+    on = _skewed(ON, say, off.paced_rate)
+    crowded_off, crowded_on = (_crowded(switch, say) for switch in (OFF, ON))
+    return [*skewed_figures(off, on), *crowded_figures(crowded_off, crowded_on)]
+
+
+def _skewed(switch: str, say: Callable[[str], None], paced_rate: float | None = None) -> Outcome:
+    """First one kind of worker is short, then the other, then requests come at a pace."""
+    seen: list[Seen] = []
+    with _mesh(NUM_BLOCKS, switch) as url:
+        for phase in SKEWED:
+            say(f"coordinator {WORDS[switch]}: {phase.name}, {phase.num_clients} clients")
+            seen.append(run_phase(url, phase))
+        last = SKEWED[-1]
+        rate = paced_rate or PACE * last.num_requests / seen[-1].seconds
+        say(f"coordinator {WORDS[switch]}: {last.name}, {rate:.2f} a second")
+        num_requests = max(1, round(rate * PACED_SECONDS))
+        paced = replace(last, num_requests=num_requests, num_clients=1024, rate=rate, seed=last.seed + 1)
+        return Outcome(seen, run_phase(url, paced), rate)
+
+
+def _crowded(switch: str, say: Callable[[str], None]) -> Seen:
+    say(f"coordinator {WORDS[switch]}: {CROWDED.name}")
+    with _mesh(NUM_SMALL_BLOCKS, switch, *HEADS_ONLY) as url:
+        return run_phase(url, CROWDED)
+
+
+@contextmanager
+def _mesh(num_decode_blocks: int, *flags: str) -> Generator[str]:
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
+        config.write(POOLS.format(NUM_BLOCKS, num_decode_blocks))
+        config.flush()
+        with running_mesh(*WORKERS, *flags, "--config", config.name) as url:
+            yield url
+
+
+def skewed_figures(off: Outcome, on: Outcome) -> list[Figure]:
+    """On against off, by phase and together."""
+    figures = [
+        Figure(
+            "skewed load: tokens/s, coordinator on",
+            on.tokens_per_second,
+            "tokens/s",
+            off.tokens_per_second,
+            "off",
+            at_least=AIM * off.tokens_per_second,
+        )
+    ]
+    for phase, without, with_moves in zip(SKEWED, off.phases, on.phases, strict=True):
+        figures += _phase_figures(phase.name, without, with_moves)
+    paced = f"{SKEWED[-1].name} at {on.paced_rate:.2f}/s"
+    figures.append(
+        Figure(
+            f"{paced}: peak utilization",
+            on.paced.peak_utilization,
+            "",
+            off.paced.peak_utilization,
+            "off",
+            at_most=off.paced.peak_utilization,
+        )
+    )
+    figures += _latency_figures(paced, off.paced, on.paced)
+    return figures
+
+
+def _phase_figures(name: str, off: Seen, on: Seen) -> list[Figure]:
+    return [
+        Figure(
+            f"{name}: tokens/s", on.num_tokens / on.seconds, "tokens/s", off.num_tokens / off.seconds, "off"
+        ),
+        *_latency_figures(name, off, on),
+        Figure(f"{name}: peak utilization", on.peak_utilization, "", off.peak_utilization, "off"),
+        Figure(f"{name}: moves", len(moves_in(on.rounds)), ""),
+    ]
+
+
+def _latency_figures(name: str, off: Seen, on: Seen) -> list[Figure]:
+    return [
+        _p99(f"{name}: TTFT p99", off.first_token_seconds, on.first_token_seconds),
+        _p99(f"{name}: between two tokens p99", off.gap_seconds, on.gap_seconds),
+        Figure(f"{name}: failed requests", off.num_failed + on.num_failed, "", at_most=0),
+    ]
+
+
+def crowded_figures(off: Seen, on: Seen) -> list[Figure]:
+    """Sequences that run at once where memory is short."""
+    without, with_moves = off.mean_running(DECODE), on.mean_running(DECODE)
+    return [
+        Figure(
+            f"{CROWDED.name}: sequences running at once",
+            with_moves,
+            "",
+            without,
+            "off",
+            at_least=AIM * without,
+        ),
+        *_phase_figures(CROWDED.name, off, on),
+    ]
+
+
+def _p99(name: str, off: list[float], on: list[float]) -> Figure:
+    return Figure(name, 1e3 * _rank(on, 0.99), "ms", 1e3 * _rank(off, 0.99), "off")
+
+
+def _rank(values: list[float], rank: float) -> float:
+    """Nearest; nan without values."""
+    return sorted(values)[max(0, math.ceil(rank * len(values)) - 1)] if values else math.nan
