@@ -14,18 +14,19 @@ def moves_away(
 ) -> Iterator[MoveAway]:
     """What `home` could hand to `host`: layers where the gap is great or compute is short, heads where it is
     small or memory is. Where memory is, layers also with their weights; and blocks, for models whose only KV
-    head cannot be split off."""
-    placement = home.placement
+    head cannot be split off. Where it is not, the home gets no more blocks than it has: they would be taken
+    from the host for nothing."""
+    placement, num_blocks = home.placement, 0 if is_memory_bound else home.num_blocks
     if placement.lent():
         return
     if settings.moves_layers and (gap >= settings.delta_layer or not is_memory_bound):
         for module in layer_runs(placement):
-            yield MoveAway(home.worker, host.worker, module)
+            yield MoveAway(home.worker, host.worker, module, num_blocks=num_blocks)
             if is_memory_bound and settings.moves_weights:
                 yield MoveAway(home.worker, host.worker, module, with_weights=True)
     if settings.moves_heads and (gap < settings.delta_layer or is_memory_bound):
         for module in head_groups(placement):
-            yield MoveAway(home.worker, host.worker, module)
+            yield MoveAway(home.worker, host.worker, module, num_blocks=num_blocks)
         if is_memory_bound and placement.num_kv_heads == 1 and not placement.placed:
             yield MoveAway(home.worker, host.worker, lent_blocks(placement.num_layers))
 

@@ -99,7 +99,7 @@ def _judge_all(
         moves: Iterable[MoveAway | BringHome] = ways_home(target, source, movable)
         for move in moves:
             yield judge_move(move, target, source, state.loads, settings)
-        if target.can_host:
+        if target.can_host and (source.worker, target.worker) not in state.shunned_until:
             moves = moves_away(source, target, settings, gap=gap, is_memory_bound=memory_bound)
             for move in moves:
                 yield judge_move(move, source, target, state.loads, settings)

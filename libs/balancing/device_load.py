@@ -3,15 +3,15 @@
 import math
 from dataclasses import dataclass
 
-from libs.balancing.footprint import memory_share
+from libs.balancing.footprint import fullness
 from libs.balancing.mesh_view import Device
 from libs.balancing.settings import BalancingSettings
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:
-    """Shares: of the busy seconds that the device may have, of its memory, and queued work in units of
-    `queue_seconds`."""
+    """Shares: of the busy seconds that the device may have, of the blocks that it has for its own instance,
+    and queued work in units of `queue_seconds`."""
 
     compute: float
     memory: float
@@ -30,7 +30,7 @@ def load_of(device: Device, settings: BalancingSettings) -> DeviceLoad:
     """As reported now."""
     return DeviceLoad(
         compute=device.busy_share / device.device_share if device.device_share > 0 else 1.0,
-        memory=memory_share(device),
+        memory=fullness(device.num_used_blocks, device.num_blocks),
         queue=device.queued_seconds / settings.queue_seconds,
     )
 

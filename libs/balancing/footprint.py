@@ -62,17 +62,10 @@ def room_bytes(host: Device) -> float:
     return max(0.0, usable_bytes(host) - num_kept * host.shape.block_bytes * resident_share(host.placement))
 
 
-def memory_share(device: Device) -> float:
-    """What others have of it for good, and of the rest as much as its pool is full."""
-    fullness = device.num_used_blocks / device.num_blocks if device.num_blocks else 0.0
-    own = usable_bytes(device)
-    return taken_share(device.hosted_bytes, own, fullness)
-
-
-def taken_share(hosted_bytes: float, own_bytes: float, fullness: float) -> float:
-    """Memory that is taken, by hosted modules and by a pool so full, as a share of both."""
-    whole = hosted_bytes + own_bytes
-    return (hosted_bytes + own_bytes * min(1.0, fullness)) / whole if whole > 0 else 0.0
+def fullness(num_used_blocks: int, num_blocks: int) -> float:
+    """How full a pool is. What modules of others take counts by the blocks that it no longer has: memory that
+    nobody asks for is no load."""
+    return min(1.0, num_used_blocks / num_blocks) if num_blocks > 0 else 1.0
 
 
 def _pool_bytes(device: Device) -> float:

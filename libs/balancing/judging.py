@@ -110,18 +110,20 @@ def judge_return(
         verdict = f"the peak would rise to {max(after.values()):.2f}"
     else:
         verdict = PAYS
-    benefit = -predicted.overhead_seconds * predicted.num_steps_per_second * settings.horizon_seconds
+    benefit = -predicted.added_share * settings.horizon_seconds * settings.overhead_impact
     cost = predicted.move_seconds * settings.move_impact
     return Judged(move, benefit, cost, predicted.move_seconds, predicted.overhead_seconds, verdict)
 
 
 def _cost(predicted: Predicted, settings: BalancingSettings) -> float:
-    # Steps that each take longer are fewer: what they add to a second is less than a second.
-    added = predicted.overhead_seconds * predicted.num_steps_per_second
-    slowed = added / (1 + added) if added > 0 else added
-    return (
-        predicted.move_seconds * settings.move_impact
-        + slowed * settings.horizon_seconds * settings.overhead_impact
+    """Steps that take longer are felt by whoever waits for tokens; where they then take more than all time
+    there is, fewer of them are run."""
+    slowed = max(0.0, predicted.added_share) / (1 + max(0.0, predicted.added_share))
+    lost = max(0.0, 1 - 1 / predicted.occupancy) if predicted.occupancy > 1 else 0.0
+    if predicted.added_share <= 0:
+        lost = 0.0  # whatever is lost is lost already, and less of it afterwards
+    return predicted.move_seconds * settings.move_impact + settings.horizon_seconds * (
+        slowed * settings.overhead_impact + lost
     )
 
 

@@ -21,6 +21,8 @@ class LoopState:
     """In which the gap stayed below `delta_lo`."""
     rests_until: Mapping[str, float] = field(default_factory=dict[str, float])
     """By worker: no move of the loop begins there before."""
+    shunned_until: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    """By home and host, after a move from one to the other came to nothing."""
     under_way: tuple[UnderWay, ...] = ()
     ledger: Mapping[str, float] = field(default_factory=dict[str, float])
     """By move: since when the module that it brought away has been seen there."""
@@ -37,6 +39,7 @@ def look(state: LoopState, view: MeshView, settings: BalancingSettings, now: flo
     rests = {worker: until for worker, until in state.rests_until.items() if until > now and worker in loads}
     for worker in loads.keys() - state.loads.keys():
         rests[worker] = now + 2 * settings.smoothing_seconds
+    shunned = {pair: until for pair, until in state.shunned_until.items() if until > now}
     going_on = {move.move_id for move in view.under_way}
     for move in state.under_way:
         if move.move_id not in going_on:
@@ -46,6 +49,7 @@ def look(state: LoopState, view: MeshView, settings: BalancingSettings, now: flo
         number=state.number + 1,
         loads=loads,
         rests_until=rests,
+        shunned_until=shunned,
         under_way=view.under_way,
         ledger=update_ledger(state.ledger, view, now),
     )
@@ -64,3 +68,9 @@ def after(state: LoopState, decision: Decision, settings: BalancingSettings, now
             return state
     rests = dict(state.rests_until) | dict.fromkeys(workers, now + settings.cooldown_seconds)
     return replace(state, rests_until=rests)
+
+
+def shun(state: LoopState, home: str, host: str, settings: BalancingSettings, now: float) -> LoopState:
+    """The state once a move from home to host was denied or failed: the reason may still hold."""
+    shunned = {**state.shunned_until, (home, host): now + settings.retry_seconds}
+    return replace(state, shunned_until=shunned)

@@ -37,8 +37,11 @@ class Device:
     busy_share: float
     hosted_busy_share: float
     """The part of `busy_share` that modules of others took."""
+    away_share: float
+    """Seconds per second that its steps waited for modules elsewhere."""
     queued_seconds: float
     tokens_per_second: float
+    """Of prompts and answers, that its instance ran through the model."""
     num_running: int
     memory_bytes: int
     hosted_bytes: int
@@ -75,7 +78,7 @@ class MoveAway:
     module: Module
     with_weights: bool = False
     num_blocks: int = 0
-    """That a TOKENS module is to lend."""
+    """That the host is to hold for it; 0: as many as it can and the home has use for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import msgspec
 from libs.balancing.device_load import DeviceLoad, Smoothed, utilization
 from libs.balancing.footprint import (
     capacity,
+    fullness,
     module_block_bytes,
     num_slots,
     room_bytes,
-    taken_share,
     usable_bytes,
 )
 from libs.balancing.mesh_view import BringHome, Device, MoveAway, Role
@@ -33,7 +33,11 @@ class Predicted:
     move_seconds: float
     overhead_seconds: float
     """More for each step of the home; negative where it gets shorter."""
-    num_steps_per_second: float
+    occupancy: float
+    """Seconds per second that the home's steps would take, waiting for others included; what is above 1 is
+    lost throughput."""
+    added_share: float
+    """The part of them that is overhead."""
     num_blocks: int
     """The home's afterwards."""
 
@@ -48,12 +52,13 @@ def predict_away(
     moved_seconds = own * share * home.device_share
 
     num_weight_bytes = weight_bytes(home.shape, move.module, with_weights=move.with_weights)
+    overhead = _overhead_seconds(home, move.module, settings)
+    added = overhead * home.tokens_per_second / _step_tokens(home)
     num_blocks, hosted_bytes = _room_for(move, home, host, num_weight_bytes)
-    home_bytes = usable_bytes(home) + num_weight_bytes
     return Predicted(
         home=DeviceLoad(
             before_home.compute - own * share,
-            taken_share(home.hosted_bytes, home_bytes, home.num_used_blocks / max(1, num_blocks)),
+            fullness(home.num_used_blocks, num_blocks),
             before_home.queue * (1 - share),
         ),
         host=DeviceLoad(
@@ -62,8 +67,9 @@ def predict_away(
             before_host.queue,
         ),
         move_seconds=_move_seconds(home, move.module, num_weight_bytes, settings),
-        overhead_seconds=_overhead_seconds(home, move.module, settings),
-        num_steps_per_second=_steps_per_second(home),
+        overhead_seconds=overhead,
+        occupancy=_occupancy(home) + added,
+        added_share=added,
         num_blocks=num_blocks,
     )
 
@@ -81,13 +87,14 @@ def predict_home(
     weights = 0 if placed.has_weights_at_home else len(placed.module.layers) * home.shape.layer_weight_bytes
     moved_seconds = hosted * min(1.0, (held_bytes + weights) / max(1, host.hosted_bytes))
 
+    overhead = _overhead_seconds(home, placed.module, settings)
+    added = overhead * home.tokens_per_second / _step_tokens(home)
     after = home.placement.without(move.move_id)
-    home_bytes = usable_bytes(home) - weights
-    num_blocks = capacity(home, after, home_bytes)
+    num_blocks = capacity(home, after, usable_bytes(home) - weights)
     return Predicted(
         home=DeviceLoad(
             before_home.compute + moved_seconds / home.device_share,
-            taken_share(home.hosted_bytes, home_bytes, home.num_used_blocks / max(1, num_blocks)),
+            fullness(home.num_used_blocks, num_blocks),
             before_home.queue,
         ),
         host=DeviceLoad(
@@ -96,8 +103,9 @@ def predict_home(
             before_host.queue,
         ),
         move_seconds=_move_seconds(home, placed.module, weights, settings),
-        overhead_seconds=-_overhead_seconds(home, placed.module, settings),
-        num_steps_per_second=_steps_per_second(home),
+        overhead_seconds=-overhead,
+        occupancy=_occupancy(home) - added,
+        added_share=-added,
         num_blocks=num_blocks,
     )
 
@@ -130,8 +138,9 @@ def _room_for(move: MoveAway, home: Device, host: Device, num_weight_bytes: int)
     per_block = module_block_bytes(home, move.module)
     room = max(0.0, room_bytes(host) - num_weight_bytes)
     num_granted = int(room / per_block)
+    if move.num_blocks:
+        num_granted = min(num_granted, move.num_blocks)
     if move.module.kind is ModuleKind.TOKENS:
-        num_granted = min(num_granted, move.num_blocks or num_granted)
         return home.num_blocks + num_granted, num_granted * per_block
     placed = Placed(move_id="", module=move.module, worker=host.worker, num_blocks=max(1, num_granted))
     after = msgspec.structs.replace(home.placement, placed=(*home.placement.placed, placed))
@@ -140,11 +149,9 @@ def _room_for(move: MoveAway, home: Device, host: Device, num_weight_bytes: int)
 
 
 def _memory_with(host: Device, more_bytes: float) -> float:
-    """The host's share of taken memory when modules of others take so many bytes more."""
+    """How full the host's own pool is when modules of others take so many bytes more."""
     own = max(0.0, usable_bytes(host) - more_bytes)
-    num_blocks = capacity(host, host.placement, own)
-    fullness = host.num_used_blocks / num_blocks if num_blocks > 0 else 1.0
-    return taken_share(max(0.0, host.hosted_bytes + more_bytes), own, fullness)
+    return fullness(host.num_used_blocks, capacity(host, host.placement, own))
 
 
 def _link(settings: BalancingSettings) -> LinkCost:
@@ -164,5 +171,5 @@ def _step_tokens(home: Device) -> float:
     return PREFILL_STEP_TOKENS if home.role is Role.PREFILL else max(1, home.num_running)
 
 
-def _steps_per_second(home: Device) -> float:
-    return home.tokens_per_second / _step_tokens(home)
+def _occupancy(home: Device) -> float:
+    return home.busy_share - home.hosted_busy_share + home.away_share

@@ -14,14 +14,15 @@ class BalancingSettings:
     queue_weight: float = 0.1
     max_queue: float = 2.0
     queue_seconds: float = 1.0
-    smoothing_seconds: float = 2.0
+    smoothing_seconds: float = 1.5
 
     delta_hi: float = 0.25
     delta_lo: float = 0.1
     delta_layer: float = 0.4
     memory_pressure: float = 0.6
     min_gain: float = 0.03
-    cooldown_seconds: float = 10.0
+    cooldown_seconds: float = 6.0
+    retry_seconds: float = 30.0
     calm_rounds: int = 60
     calm_utilization: float = 0.4
 

@@ -113,6 +113,7 @@ KNOWN_FIELDS = frozenset(
         "replay",
         "replay_patience_seconds",
         "request_timeout_seconds",
+        "retry_seconds",
         "role",
         "round_seconds",
         "routers",

@@ -21,7 +21,7 @@ class Cluster:
         self.fetching = Fetching(shape)
         self.prefills = [
             PrefillInstance(
-                f"prefill-{number}", shape, self._begin_fetch, self._prefilled, self._place_waiting
+                f"prefill-{number}", shape, self._begin_fetch, self._prefilled, self.place_waiting
             )
             for number in range(shape.num_prefill)
         ]
@@ -36,9 +36,9 @@ class Cluster:
         self._prefill_of = {prefill.name: prefill for prefill in self.prefills}
         self._decode_of = {decode.name: decode for decode in self.decodes}
 
-    def replay(self, requests: Iterable[TraceRequest]) -> None:
-        """Let all requests happen, which are in order of arrival."""
-        run_events(self._next_arrival(enumerate(requests)))
+    def replay(self, requests: Iterable[TraceRequest], beside: Iterable[Due] = ()) -> None:
+        """Let all requests happen, which are in order of arrival, and what is due beside them."""
+        run_events([*beside, *self._next_arrival(enumerate(requests))])
 
     def report(self, policy_name: str) -> Report:
         """What came of it."""
@@ -61,9 +61,10 @@ class Cluster:
             self.refused.append(job)
             return []
         self._placing.enter(job)
-        return self._place_waiting(now)
+        return self.place_waiting(now)
 
-    def _place_waiting(self, now: float) -> list[Due]:
+    def place_waiting(self, now: float) -> list[Due]:
+        """Give those a place who fit now."""
         dues: list[Due] = []
         while (place := self._placing.place(now)) is not None:
             job, prefill, decode = place
@@ -79,4 +80,4 @@ class Cluster:
 
     def _finished(self, job: Job, now: float) -> list[Due]:
         self.finished.append(job)
-        return self._place_waiting(now)
+        return self.place_waiting(now)

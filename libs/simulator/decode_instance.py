@@ -5,6 +5,7 @@ from functools import partial
 
 from libs.simulator.event_loop import Due
 from libs.simulator.job import Job
+from libs.simulator.pace import Pace
 from libs.simulator.shape import DecodeShape
 from libs.simulator.shared_progress import SharedProgress
 
@@ -16,6 +17,9 @@ class DecodeInstance:
         self, name: str, shape: DecodeShape, block_size: int, finished: Callable[[Job, float], list[Due]]
     ) -> None:
         self.name, self.shape = name, shape
+        self.capacity_blocks = shape.num_blocks
+        """Of its pool now: what modules that are elsewhere leave it."""
+        self._pace = Pace()
         self.num_reserved_blocks = 0
         self.num_placed = 0
         """Sequences that it keeps room for."""
@@ -36,7 +40,7 @@ class DecodeInstance:
 
     def can_reserve(self, job: Job) -> bool:
         """Whether there is room for it now."""
-        return self.num_reserved_blocks + self.num_blocks(job) <= self.shape.num_blocks
+        return self.num_reserved_blocks + self.num_blocks(job) <= self.capacity_blocks
 
     def reserve(self, job: Job) -> None:
         """Keep room for it."""
@@ -50,15 +54,34 @@ class DecodeInstance:
         self._num_context_at_start += job.request.num_input_tokens - self._sequences.progress
         return self._go_on()
 
+    def set_pace(self, pace: Pace, now: float) -> list[Due]:
+        """Another pace from now on."""
+        if pace == self._pace:
+            return []
+        self._sequences.advance(now)
+        self._pace = pace
+        return self._go_on()
+
+    @property
+    def busy_share(self) -> float:
+        """Busy seconds per second that its steps take of all devices together."""
+        busy = self._busy_seconds()
+        return busy / self._pace.wall_seconds(busy) if self.num_running else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences."""
+        return self.num_running / self._pace.wall_seconds(self._busy_seconds()) if self.num_running else 0.0
+
     def _go_on(self) -> list[Due]:
         """Sequences came or went: another speed from now on."""
         self._num_changes += 1
         if not self.num_running:
             return []
-        self._sequences.set_speed(1.0 / self._step_seconds())
+        self._sequences.set_speed(1.0 / self._pace.wall_seconds(self._busy_seconds()))
         return [Due(self._sequences.next_end(), partial(self._ends, self._num_changes))]
 
-    def _step_seconds(self) -> float:
+    def _busy_seconds(self) -> float:
         cost, num_running = self.shape.cost, self.num_running
         num_context = self._num_context_at_start + num_running * self._sequences.progress
         return cost.step_seconds + cost.sequence_seconds * num_running + cost.token_seconds * num_context

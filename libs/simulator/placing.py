@@ -68,9 +68,9 @@ class Placing:
 
     def _choose_decode(self, job: Job, decodes: Sequence[DecodeInstance], draw: Draw) -> int:
         candidates = DecodeCandidates(
-            num_blocks=_ints([decode.shape.num_blocks for decode in decodes]),
+            num_blocks=_ints([decode.capacity_blocks for decode in decodes]),
             num_free_blocks=_ints(
-                [decode.shape.num_blocks - decode.num_reserved_blocks for decode in decodes]
+                [decode.capacity_blocks - decode.num_reserved_blocks for decode in decodes]
             ),
             num_sequences=_ints([decode.num_placed for decode in decodes]),
         )

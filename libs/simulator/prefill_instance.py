@@ -11,6 +11,7 @@ from libs.cost.prefill import num_pairs, prefill_seconds, work_seconds
 from libs.engine.allocator import BlockAllocator
 from libs.simulator.event_loop import Due
 from libs.simulator.job import Job
+from libs.simulator.pace import Pace
 from libs.simulator.shape import ClusterShape
 
 OnJob = Callable[[Job, float], list[Due]]
@@ -31,6 +32,9 @@ class PrefillInstance:
         self.name, self.shape = name, cluster.prefill
         self.allocator = BlockAllocator(cluster.prefill.num_blocks)
         self.busy_seconds = 0.0
+        self.num_computed_tokens = 0
+        self.pace = Pace()
+        """Of the steps that begin from now on."""
         self.num_jobs = 0
         """Placed here and not through."""
         self.num_waiting_tokens = 0
@@ -50,7 +54,7 @@ class PrefillInstance:
     def queued_seconds(self, now: float) -> float:
         """Work placed here, the running step's rest included."""
         done = min(self._step_seconds, now - self._step_began) if self._step else 0.0
-        return max(0.0, self._queued_seconds - done)
+        return max(0.0, self._queued_seconds * self.pace.slowdown - done)
 
     def enqueue(self, job: Job, now: float) -> list[Due]:
         """One more prompt."""
@@ -145,7 +149,8 @@ class PrefillInstance:
         pairs = sum(num_pairs(count, job.num_context) for job, count in step)
         seconds = work_seconds(self.shape.cost, 1, sum(count for _, count in step), pairs)
         self.busy_seconds += seconds
-        return seconds
+        self.num_computed_tokens += sum(count for _, count in step)
+        return self.pace.wall_seconds(seconds)
 
     def _step_ends(self, now: float) -> list[Due]:
         step, self._step = self._step, []

@@ -17,6 +17,16 @@ class SimulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Replays a trace, or a made-up load, through the live policies and compares them."""
 
     policy: Annotated[tuple[str, ...], Meta(description="routing policies to compare; none named: all")] = ()
+    balance: Annotated[
+        bool,
+        Meta(
+            description="compare the migration coordinator's loop on and off, instead of policies: long "
+            "prompts first, long answers later"
+        ),
+    ] = False
+    device_share: Annotated[
+        float, Meta(description="with --balance: busy seconds per second that a device may have", gt=0, le=1)
+    ] = 0.25
     output: Annotated[Literal["table", "json"], Meta(description="what to print")] = "table"
     seed: Annotated[int, Meta(description="of everything random", ge=0)] = 0
     trace: Annotated[

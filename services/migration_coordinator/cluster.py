@@ -96,6 +96,7 @@ def _device(presence: Presence, load: WorkerLoad, placement: Placement) -> Devic
         device_share=presence.device_share,
         busy_share=load.busy_share,
         hosted_busy_share=load.hosted_busy_share,
+        away_share=load.away_share,
         queued_seconds=load.queued_seconds,
         tokens_per_second=load.tokens_per_second,
         num_running=load.num_running,

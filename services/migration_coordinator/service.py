@@ -10,8 +10,8 @@ import msgspec
 import structlog
 
 from libs.balancing.control_loop import decide
-from libs.balancing.ledger import new_move_id
-from libs.balancing.loop_state import LoopState
+from libs.balancing.ledger import is_automatic, new_move_id
+from libs.balancing.loop_state import LoopState, shun
 from libs.balancing.mesh_view import BringHome, Decision, Flip, MoveAway
 from libs.bus.messages.migration import (
     AbandonMove,
@@ -22,6 +22,7 @@ from libs.bus.messages.migration import (
     ListMoves,
     MoveAccepted,
     MoveDenied,
+    MovePhase,
     MoveRecord,
     MoveTold,
     PlacementTold,
@@ -107,7 +108,14 @@ class CoordinatorService:
         self._log_failed(self._moves.placement_told(told, self._clock()))
 
     def _hear_move(self, told: MoveTold) -> None:
-        self._moves.told(told.move, self._clock())
+        move = told.move
+        self._moves.told(move, self._clock())
+        if move.phase is MovePhase.FAILED:
+            self._came_to_nothing(move)
+
+    def _came_to_nothing(self, move: MoveRecord) -> None:
+        if is_automatic(move.move_id) and not move.is_return:
+            self._state = shun(self._state, move.instance, move.host, self._balancing, self._clock())
 
     def _roster_changed(self, change: RosterChange) -> None:
         self._cluster.set_members(self._roster.all())
@@ -218,6 +226,7 @@ class CoordinatorService:
         answer = await self._start(order)
         if isinstance(answer, MoveDenied):
             self._was_denied(answer)
+            self._came_to_nothing(order.record)
         else:
             self._metrics.decisions.labels(verdict).inc()
 

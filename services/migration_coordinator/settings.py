@@ -23,7 +23,7 @@ class CoordinatorSettings(RuntimeSettings, frozen=True, kw_only=True):
         float, Meta(description="of a device's busy share in its utilization", ge=0)
     ] = 0.5
     memory_weight: Annotated[
-        float, Meta(description="of the taken share of its KV memory in its utilization", ge=0)
+        float, Meta(description="of the taken share of its KV blocks in its utilization", ge=0)
     ] = 0.4
     queue_weight: Annotated[float, Meta(description="of its queue in its utilization", ge=0)] = 0.1
     max_queue: Annotated[float, Meta(description="a longer queue weighs no more than this", gt=0)] = 2.0
@@ -31,7 +31,7 @@ class CoordinatorSettings(RuntimeSettings, frozen=True, kw_only=True):
         float, Meta(description="seconds of queued work that count as a queue of 1", gt=0)
     ] = 1.0
     smoothing_seconds: Annotated[float, Meta(description="loads are averaged over about this time", gt=0)] = (
-        2.0
+        1.5
     )
     delta_hi: Annotated[
         float,
@@ -54,7 +54,11 @@ class CoordinatorSettings(RuntimeSettings, frozen=True, kw_only=True):
     cooldown_seconds: Annotated[
         float,
         Meta(description="both devices of a move rest for so long; at least twice smoothing-seconds", ge=0),
-    ] = 10.0
+    ] = 6.0
+    retry_seconds: Annotated[
+        float,
+        Meta(description="after a move that was denied or failed, none between these workers begins", ge=0),
+    ] = 30.0
     calm_rounds: Annotated[
         int,
         Meta(description="after so many rounds below delta-lo the oldest move is given back", ge=1),

@@ -50,6 +50,7 @@ def device(worker: str, role: Role = Role.DECODE, shape: ModelShape = SHAPE, **f
         device_share=0.25,
         busy_share=0.0,
         hosted_busy_share=0.0,
+        away_share=0.0,
         queued_seconds=0.0,
         tokens_per_second=100.0,
         num_running=8,

@@ -192,10 +192,14 @@ def test_a_denied_move_of_the_loop_is_counted_and_not_asked_for_again_at_once(ru
             busy.denial = MoveDenied(reason=DenialReason.NO_ROOM, detail="no room", epoch=0)
             busy.load = {"busy_share": 1.0, "queued_seconds": 4.0}
             await scene.until(lambda: bool(busy.started), 20)
-            await asyncio.sleep(8)
+            await asyncio.sleep(25)
             assert len(busy.started) == 1
             assert coordinator.value("kvmesh_migration_decisions_total", verdict="denied") == 1
-            await scene.until(lambda: len(busy.started) == 2, 10)
+            busy.denial = None
+            await scene.until(lambda: len(busy.started) == 2, 20)
+            await busy.end(busy.started[1].move_id, MovePhase.FAILED)
+            await asyncio.sleep(25)
+            assert len(busy.started) == 2, "nor after one that failed"
 
     run_virtually(scenario())
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.balancing.device_load import DeviceLoad, Smoothed, is_memory_bound, load_of, smooth, utilization
-from libs.balancing.footprint import capacity, memory_share, resident_share, room_bytes
+from libs.balancing.footprint import capacity, resident_share, room_bytes
 from libs.balancing.ledger import is_automatic, new_move_id, update_ledger
 from libs.balancing.mesh_view import BringHome, MeshView, MoveAway
 from libs.balancing.prediction import predict_away, predict_home
@@ -85,13 +85,11 @@ def test_a_host_gives_neither_what_it_uses_nor_its_least_pool():
     assert room_bytes(host) == MEMORY_BYTES / 2 - 20 * SHAPE.block_bytes
 
 
-def test_memory_that_others_have_counts_as_taken():
-    half = device("d", hosted_bytes=MEMORY_BYTES // 2, num_blocks=100, num_used_blocks=50)
-    assert memory_share(half) == pytest.approx(0.75)
-    assert memory_share(device("d", num_used_blocks=NUM_BLOCKS // 2)) == pytest.approx(0.5, abs=0.01)
-    assert memory_share(device("d", memory_bytes=0, num_used_blocks=NUM_BLOCKS // 4)) == pytest.approx(
-        0.25, abs=0.01
-    )
+def test_memory_that_others_have_is_missed_only_where_it_is_wanted():
+    assert load_of(device("d", num_blocks=0), SETTINGS).memory == 1.0
+    assert load_of(device("d", num_blocks=100, num_used_blocks=0), SETTINGS).memory == 0.0
+    assert load_of(device("d", num_blocks=100, num_used_blocks=50), SETTINGS).memory == 0.5
+    assert load_of(device("d", num_blocks=50, num_used_blocks=50), SETTINGS).memory == 1.0
 
 
 def test_layers_take_their_part_of_the_work_along():
@@ -109,19 +107,19 @@ def test_layers_take_their_part_of_the_work_along():
 
 def test_heads_free_memory_and_keep_the_work():
     home = device("home", busy_share=0.1, num_used_blocks=NUM_BLOCKS - 2)
-    host = device("host")
+    host = device("host", num_used_blocks=NUM_BLOCKS // 4)
     move = MoveAway("home", "host", heads_of(0, 30, (2,)))
     predicted = predict_away(move, home, host, loads_of(home, host), SETTINGS)
     assert predicted.num_blocks == pytest.approx(1.5 * NUM_BLOCKS, rel=0.01)
     assert predicted.home.memory == pytest.approx(2 / 3, abs=0.01)
-    assert predicted.host.memory == pytest.approx(0.5, abs=0.01)
+    assert predicted.host.memory == pytest.approx(0.5, abs=0.01), "the quarter that it uses of what is left"
     assert predicted.home.compute > 0.9 * load_of(home, SETTINGS).compute
     assert predicted.overhead_seconds >= 60 * SETTINGS.link_latency_seconds
 
 
 def test_travelling_weights_take_room_and_time_and_give_memory():
     home = device("home", num_used_blocks=NUM_BLOCKS - 2)
-    host = device("host")
+    host = device("host", num_used_blocks=NUM_BLOCKS // 4)
     plain, heavy = (
         predict_away(
             MoveAway("home", "host", whole_layers(0, 4), with_weights=flag),
