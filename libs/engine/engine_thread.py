@@ -6,7 +6,7 @@ loop, one call per step. When the loop falls behind by `_MAX_POSTED` calls, the 
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,13 +167,15 @@ class EngineThread:
         self._post(end)
 
     def _serve(self, core: EngineCore, turns: DeviceTurns) -> None:
-        is_idle = True
+        is_idle, has_changed, has_retried = True, False, True
         while True:
-            commands = self._take_commands(core, turns, is_idle=is_idle)
-            is_idle = is_idle and not commands
-            commands, self._deferred = [*self._deferred, *commands], []
-            if commands:
-                self._apply_all(core, commands)  # told before the step: nobody should wait for its end
+            # What an idle step changed may be what a command waits for: it is tried once before the sleep.
+            is_at_rest = is_idle and (has_retried or not self._deferred)
+            commands = self._take_commands(core, turns, is_at_rest=is_at_rest)
+            if commands or has_changed:
+                has_retried = is_idle and not commands
+                is_idle = not self._apply_all(core, commands) and is_idle
+                has_changed = False
             if self._is_stopping:
                 return
             if turns.debt_seconds:
@@ -181,13 +183,13 @@ class EngineThread:
             is_late = is_idle and core.seconds_to_deadline() == 0.0  # guests may have work without end
             if not is_late and turns.run_guest(is_own_ready=not is_idle):
                 continue
-            is_idle = self._step(core, turns)
+            is_idle, has_changed = self._step(core, turns), True
 
-    def _take_commands(self, core: EngineCore, turns: DeviceTurns, *, is_idle: bool) -> list[Command]:
+    def _take_commands(self, core: EngineCore, turns: DeviceTurns, *, is_at_rest: bool) -> list[Command]:
         """Sleeps for them where there is nothing else to do, or nothing else may be done."""
         if debt := turns.debt_seconds:
             return self.mailbox.take_all(wait=True, timeout_seconds=debt)
-        if not is_idle or turns.has_work:
+        if not is_at_rest or turns.has_work:
             return self.mailbox.take_all(wait=False)
         return self.mailbox.take_all(wait=True, timeout_seconds=core.seconds_to_deadline())
 
@@ -209,12 +211,18 @@ class EngineThread:
         )
         return step.is_idle
 
-    def _apply_all(self, core: EngineCore, commands: Iterable[Command]) -> None:
+    def _apply_all(self, core: EngineCore, commands: list[Command]) -> bool:
+        """Deferred ones first. True where one was done, told before the next step: nobody should wait for its
+        end."""
+        commands, self._deferred = [*self._deferred, *commands], []
+        if not commands:
+            return False
         post = Post()
         for command in commands:
             self._apply(core, command, post)
         self.load = core.load()
         self._post(post)
+        return len(self._deferred) < len(commands)
 
     def _apply(self, core: EngineCore, command: Command, post: Post) -> None:
         result: Any = None
@@ -257,8 +265,13 @@ class EngineThread:
         if not self.mailbox or self._core is None:
             return
         writes = self.mailbox.take(lambda command: command.between_layers)
-        if writes:
-            self._apply_all(self._core, writes)
+        if not writes:
+            return
+        post = Post()
+        for write in writes:
+            self._apply(self._core, write, post)
+        self.load = self._core.load()
+        self._post(post)
 
     def _refuse_commands(self, end: Post) -> None:
         error = EngineClosed("the engine is closed") if end.death is None else EngineDied(f"{end.death}")

@@ -185,6 +185,19 @@ async def test_a_command_that_must_wait_is_tried_again_after_steps() -> None:
             await stuck
 
 
+async def test_a_command_that_waits_for_what_an_idle_step_does_is_not_slept_over() -> None:
+    tries = list[int]()
+
+    def act(core: object) -> int:
+        tries.append(1)
+        if len(tries) == 1:
+            raise NotYet
+        return len(tries)
+
+    async with host() as engine:
+        assert await engine._ask(act) == 2
+
+
 def raise_not_yet(core: object) -> None:
     raise NotYet
 
