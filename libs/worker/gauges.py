@@ -22,6 +22,13 @@ class WorkerGauges:
         self.num_used_blocks = gauge("num_used_blocks", "KV blocks that somebody holds.")
         self.num_blocks = gauge("num_blocks", "KV blocks of the pool.")
         self.cache_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
+        self.busy_share = gauge("busy_share", "Busy seconds of the device per second.")
+        self.hosted_busy_share = gauge(
+            "hosted_busy_share", "The part of them that modules of other instances took."
+        )
+        self.away_share = gauge(
+            "away_share", "Seconds per second that steps waited for modules on other workers."
+        )
         self.num_links = gauge("num_links", "Open Links.")
         self.num_unsent_deltas = gauge("num_unsent_deltas", "Token deltas that wait for the broker.")
 
@@ -42,5 +49,8 @@ class WorkerGauges:
         self.num_used_blocks.set_function(lambda: engine.num_total_blocks - engine.num_free_blocks)
         self.num_blocks.set_function(lambda: engine.num_total_blocks)
         self.cache_usage.set_function(lambda: 1 - engine.num_free_blocks / max(1, engine.num_total_blocks))
+        self.busy_share.set_function(lambda: engine.load().busy_share)
+        self.hosted_busy_share.set_function(lambda: engine.load().hosted_busy_share)
+        self.away_share.set_function(lambda: engine.load().away_share)
         self.num_links.set_function(num_links)
         self.num_unsent_deltas.set_function(num_unsent_deltas)

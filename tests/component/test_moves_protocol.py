@@ -5,12 +5,14 @@ import itertools
 
 import pytest
 from moves_scene import moving_mesh
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from libs.bus.messages.migration import DenialReason, MoveAccepted, MoveDenied, MovePhase
 from libs.placement.module import heads_of, lent_blocks, whole_layers
 from libs.placement.phases import may_follow
+from libs.telemetry.traces import configure_traces
 
-SLOW = 0.05
+SLOW = 0.15
 """MiB per second: a move takes seconds."""
 
 
@@ -210,3 +212,22 @@ async def test_moves_go_on_while_the_broker_is_away() -> None:
         await scene.end(started.move_id)
         await scene.mesh.until(lambda: len(scene.told_placement(scene.home).placed) == 1)
         await scene.check(streams)
+
+
+async def test_a_move_is_one_trace_with_a_span_for_each_phase() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = configure_traces(service="test", name="test", incarnation="test", exporter=exporter)
+    async with moving_mesh() as scene:
+        away = await scene.away(heads_of(0, 3, (1,)))
+        await scene.mesh.until(lambda: scene.home.gauge("kvmesh_migrations_total", outcome="done") == 1)
+    tracing.close()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    (move,) = (span for name, span in spans.items() if name == "move")
+    phases = {name.removeprefix("move.") for name in spans if name.startswith("move.")}
+    assert phases == {"reserving", "copying", "catching_up", "switching", "releasing"}
+    assert dict(move.attributes or {})["move_id"] == away.move_id
+    assert move.context is not None
+    for phase in phases:
+        parent = spans[f"move.{phase}"].parent
+        assert parent is not None
+        assert parent.span_id == move.context.span_id

@@ -127,6 +127,7 @@ async def over_a_link(kind: TransportKind, stage: Stage) -> AsyncIterator[HostLi
         link,
         fingerprint="same",
         wake=stage.wake,
+        on_call_done=lambda seconds: None,
         on_leaving=lambda: None,
         timeout_seconds=SECONDS,
         ping_seconds=0.5,

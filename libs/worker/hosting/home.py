@@ -35,11 +35,6 @@ class Switched(Protocol):
         ...
 
     @property
-    def num_blocks_before(self) -> int:
-        """Of the pool."""
-        ...
-
-    @property
     def num_blocks_after(self) -> int:
         """Of the pool."""
         ...

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -47,7 +48,7 @@ _REFUSALS: dict[RefusalKind, type[EngineError]] = {
 
 class HostLink:
     """A Host (`libs.engine.hosting.port`) over a Link. `call` is for the engine's thread, the rest for the
-    loop; `serve` runs as long as the Link does."""
+    loop; `serve` runs as long as the Link does. `on_call_done` hears how long an answer took."""
 
     def __init__(
         self,
@@ -55,17 +56,19 @@ class HostLink:
         *,
         fingerprint: str,
         wake: Callable[[], None],
+        on_call_done: Callable[[float], None],
         on_leaving: Callable[[], None],
         timeout_seconds: float,
         ping_seconds: float,
     ) -> None:
         self._link, self._fingerprint = link, fingerprint
-        self._wake, self._on_leaving = wake, on_leaving
+        self._wake, self._on_call_done, self._on_leaving = wake, on_call_done, on_leaving
         self._timeout_seconds, self._ping_seconds = timeout_seconds, ping_seconds
         self._outgoing = Outgoing(MAX_UNSENT_BYTES)
         self._ids = count(1)
         self._lock = threading.Lock()
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, tuple[Answer, float]] = {}
+        """By call, with the time of the call."""
         self._asks: dict[int, asyncio.Future[Head]] = {}
         self._lost: HostLost | None = None
         self._assembly = Assembly()
@@ -171,7 +174,7 @@ class HostLink:
             call_id = 0
             if isinstance(call, ANSWERED):
                 call_id = next(self._ids)
-                self._answers[call_id] = answer
+                self._answers[call_id] = answer, time.perf_counter()
         self._outgoing.put(Call(call_id=call_id, facts=facts), tensors)
 
     async def _ask(self, head: Callable[..., Head], tensors: Sequence[torch.Tensor] = ()) -> Head:
@@ -238,7 +241,10 @@ class HostLink:
 
     def _answer(self, call_id: int) -> Answer | None:
         with self._lock:
-            return self._answers.pop(call_id, None)
+            answer, called_at = self._answers.pop(call_id, (None, 0.0))
+        if answer is not None:
+            self._on_call_done(time.perf_counter() - called_at)
+        return answer
 
     def _end_ask(self, ask_id: int, result: Head | None, error: EngineError | None) -> None:
         ask = self._asks.get(ask_id)
@@ -254,7 +260,7 @@ class HostLink:
             self._lost = lost = self._lost or HostLost(self.worker, reason)
             answers, self._answers = self._answers, {}
         self._outgoing.close()
-        for answer in answers.values():
+        for answer, _ in answers.values():
             answer.fail(lost)
         for ask_id in self._asks:
             self._end_ask(ask_id, None, lost)

@@ -39,11 +39,12 @@ class HostLinks:
         *,
         fingerprint: str,
         wake: Callable[[], None],
+        on_call_done: Callable[[float], None],
         timeout_seconds: float,
         ping_seconds: float,
     ) -> None:
         self._transport, self._spawn, self._events, self._wake = transport, spawn, events, wake
-        self._roster, self._fingerprint = roster, fingerprint
+        self._roster, self._fingerprint, self._on_call_done = roster, fingerprint, on_call_done
         self._timeout_seconds, self._ping_seconds = timeout_seconds, ping_seconds
         self._links: dict[str, HostLink] = {}
         self._connecting = asyncio.Lock()
@@ -75,6 +76,7 @@ class HostLinks:
                 link,
                 fingerprint=self._fingerprint,
                 wake=self._wake,
+                on_call_done=self._on_call_done,
                 on_leaving=lambda: self._events.host_leaving(worker),
                 timeout_seconds=self._timeout_seconds,
                 ping_seconds=self._ping_seconds,
@@ -89,11 +91,8 @@ class HostLinks:
             self._spawn("drop-host", host.close())
 
     async def _serve(self, host: HostLink) -> None:
-        reason = "this worker is closing"
-        try:
-            reason = await host.serve()
-        finally:
-            log.info("host_link_ended", host=host.worker, reason=reason)
-            if self._links.get(host.worker) is host:
-                del self._links[host.worker]
-                self._events.host_lost(host.worker, reason)
+        reason = await host.serve()
+        log.info("host_link_ended", host=host.worker, reason=reason)
+        if self._links.get(host.worker) is host:
+            del self._links[host.worker]
+            self._events.host_lost(host.worker, reason)

@@ -45,6 +45,12 @@ class MoveMetrics:
             "Hosts that were lost with modules of this instance.",
             registry=registry,
         )
+        self.host_call_seconds = Histogram(
+            "kvmesh_host_call_seconds",
+            "From a call to a host of modules of this instance to its answer.",
+            buckets=_STEP_BUCKETS,
+            registry=registry,
+        )
         self.hosted_call_seconds = Histogram(
             "kvmesh_hosted_step_seconds",
             "From a guest's call, which is layers or an attention of its step, to its result.",

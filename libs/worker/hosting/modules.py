@@ -69,6 +69,7 @@ class Modules:
                 self._mover,
                 fingerprint=self._fingerprint,
                 wake=engine.wake,
+                on_call_done=metrics.host_call_seconds.observe,
                 timeout_seconds=settings.hosting_timeout_seconds,
                 ping_seconds=settings.lease_seconds / _PINGS_PER_LEASE,
             )

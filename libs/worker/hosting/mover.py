@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
@@ -21,6 +22,7 @@ from libs.bus.messages.migration import (
     StartMove,
 )
 from libs.bus.port import Subscription
+from libs.engine.errors import EngineClosed
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import is_over
 from libs.placement.placement import Placed, Placement
@@ -148,7 +150,11 @@ class Mover:
         if move is not None and is_moving:
             move.abandon(f"its host was lost: {why}")
         if is_moving or self._at(worker):
-            self._runtime.spawn("lose-host", self._home.lose_host(worker, why))
+            self._runtime.spawn("lose-host", self._lose(worker, why))
+
+    async def _lose(self, worker: str, why: str) -> None:
+        with suppress(EngineClosed):  # there is nothing to go on with
+            await self._home.lose_host(worker, why)
 
     def host_departed(self, worker: str) -> None:
         """It left the mesh: do not wait for its Link."""
@@ -201,6 +207,7 @@ class Mover:
                 epoch=self._home.placement.epoch,
                 reason=order.reason,
                 started_unix_seconds=time.time(),
+                num_blocks_before=self._home.num_total_blocks,
             ),
             self._home,
             self._way(order, placed),

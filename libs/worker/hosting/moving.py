@@ -143,7 +143,6 @@ class Move:
             num_kv_bytes=switched.num_bytes,
             epoch=self._home.placement.epoch,
             pause_seconds=switched.pause_seconds,
-            num_blocks_before=switched.num_blocks_before,
             num_blocks_after=switched.num_blocks_after,
             error="",
         )

@@ -1,0 +1,380 @@
+"""Both ends of the Link between a home and a host: refusals, garbage, bounds and leases."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from workers_reference import CONFIG, tiny_model
+
+from libs.bus.messages.migration import Hosted
+from libs.engine.errors import MoveRefused, NoRoom
+from libs.engine.hosting.calls import HostedCall, RunLayers, Settle, WriteBlocks
+from libs.engine.hosting.port import Answer, HostLost
+from libs.model.layer import Layer
+from libs.model.layer_weights import layer_tensors, layer_weight_bytes
+from libs.placement.module import Module, whole_layers
+from libs.transport.choose import make_transport
+from libs.transport.memory_transport import MemoryNetwork
+from libs.transport.port import Link
+from libs.worker.hosting import host_link
+from libs.worker.hosting.frames import BadFrame, encode
+from libs.worker.hosting.host_link import HostLink
+from libs.worker.hosting.incoming_weights import IncomingWeights
+from libs.worker.hosting.messages import Call, Leaving, Opened, Ping, SettleCall, WeightPiece
+from libs.worker.hosting.server import HostingServer
+
+MODEL = tiny_model()
+SECONDS = 5.0
+Answerer = Callable[[HostedCall, Answer], None]
+
+
+def nothing(call: HostedCall, answer: Answer) -> None:
+    answer.give(torch.empty(0))
+
+
+@dataclass
+class Kept:
+    """Hosting that keeps what it is given."""
+
+    modules: dict[tuple[str, str], MutableMapping[int, Layer] | None] = field(default_factory=dict)
+    refusal: Exception | None = None
+    answerer: Answerer = nothing
+    calls: list[HostedCall] = field(default_factory=list)
+    may_open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.may_open.set()
+
+    async def open(
+        self,
+        guest: str,
+        move_id: str,
+        module: Module,
+        *,
+        num_blocks_wanted: int,
+        num_blocks_least: int,
+        layers: MutableMapping[int, Layer] | None,
+        weight_bytes: int = 0,
+    ) -> int:
+        await self.may_open.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        self.modules[guest, move_id] = layers
+        return num_blocks_wanted
+
+    def call(self, guest: str, call: HostedCall, answer: Answer) -> None:
+        self.calls.append(call)
+        self.answerer(call, answer)
+
+    async def close(self, guest: str, move_id: str) -> None:
+        self.modules.pop((guest, move_id), None)
+
+    async def close_guest(self, guest: str) -> None:
+        self.modules = {key: layers for key, layers in self.modules.items() if key[0] != guest}
+
+    def hosted(self) -> tuple[Hosted, ...]:
+        return tuple(
+            Hosted(move_id=move_id, home=guest, module=whole_layers(0, 1), num_blocks=1, num_bytes=1)
+            for guest, move_id in self.modules
+        )
+
+
+class Scene:
+    """One host that serves, and any number of homes."""
+
+    def __init__(self) -> None:
+        self.network, self.hosting = MemoryNetwork(), Kept()
+        self.far = make_transport("memory", "host", b"secret", network=self.network)
+        self.tasks: list[asyncio.Task[object]] = []
+        self.left: list[str] = []
+        self.lease_seconds = SECONDS
+
+    async def open(self) -> None:
+        self.server = HostingServer(
+            await self.far.listen("here"),
+            self.hosting,
+            MODEL,
+            self.spawn,
+            lambda: None,
+            lambda seconds: None,
+            fingerprint="same",
+            lease_seconds=self.lease_seconds,
+            send_timeout_seconds=SECONDS,
+        )
+        self.spawn("guests", self.server.run())
+
+    def spawn(self, name: str, work: Awaitable[None]) -> "asyncio.Task[None]":
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[arg-type]  # always coroutines
+        self.tasks.append(task)
+        return task
+
+    async def connect(self, home: str = "home") -> Link:
+        near = make_transport("memory", home, b"secret", network=self.network)
+        return await near.connect(self.server.address, timeout_seconds=SECONDS)
+
+    async def home(self, name: str = "home", *, timeout_seconds: float = SECONDS, **facts: str) -> HostLink:
+        host = HostLink(
+            await self.connect(name),
+            fingerprint=facts.get("fingerprint", "same"),
+            wake=lambda: None,
+            on_call_done=lambda seconds: None,
+            on_leaving=lambda: self.left.append(name),
+            timeout_seconds=timeout_seconds,
+            ping_seconds=0.02,
+        )
+        self.spawn("host", host.serve())
+        return host
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not condition():  # noqa: ASYNC110 - a Link's two ends have no common event
+                await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.far.close()
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    scene = Scene()
+    await scene.open()
+    yield scene
+    await scene.close()
+
+
+async def open_one(host: HostLink, move_id: str = "m", weight_bytes: int = 0) -> int:
+    return await host.open(
+        move_id,
+        whole_layers(0, 2),
+        num_blocks_wanted=9,
+        num_blocks_least=3,
+        weight_bytes=weight_bytes,
+    )
+
+
+async def test_a_module_is_opened_and_closed(scene: Scene) -> None:
+    host = await scene.home()
+    assert await open_one(host) == 9
+    assert scene.hosting.modules == {("home", "m"): None}
+    await host.close_module("m")
+    await host.close_module("m")
+    assert not scene.hosting.modules
+
+
+@pytest.mark.parametrize("refusal", [NoRoom("full"), MoveRefused("never")])
+async def test_a_refusal_is_the_same_error_at_home(scene: Scene, refusal: Exception) -> None:
+    scene.hosting.refusal = refusal
+    host = await scene.home()
+    with pytest.raises(type(refusal), match=str(refusal)):
+        await open_one(host)
+    scene.hosting.refusal = None
+    assert await open_one(host) == 9
+
+
+async def test_a_long_refusal_still_fits_into_a_header(scene: Scene) -> None:
+    scene.hosting.refusal = NoRoom("x" * 100_000)
+    with pytest.raises(NoRoom):
+        await open_one(await scene.home())
+
+
+async def test_another_model_is_refused(scene: Scene) -> None:
+    with pytest.raises(MoveRefused, match="model"):
+        await open_one(await scene.home(fingerprint="other"))
+    assert not scene.hosting.modules
+
+
+async def test_weights_arrive_in_pieces_and_become_layers(scene: Scene) -> None:
+    host, layers = await scene.home(), (0, 1)
+    await open_one(host, weight_bytes=2 * layer_weight_bytes(CONFIG, torch.float32))
+    for layer in layers:
+        for name, tensor in layer_tensors(MODEL.layer(layer)).items():
+            flat = tensor.reshape(-1).view(torch.uint8)
+            for first in range(0, flat.numel(), 1000):
+                await host.send_weights("m", layer, name, first, flat[first : first + 1000])
+    came = scene.hosting.modules["home", "m"]
+    assert came is not None
+    assert sorted(came) == [0, 1]
+    for layer in layers:
+        expected = layer_tensors(MODEL.layer(layer))
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in layer_tensors(came[layer]).items())
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "first_byte", "num_bytes"),
+    [(2, "qkv.weight", 0, 4), (0, "nonsense", 0, 4), (0, "qkv.weight", 4, 4), (0, "attention_norm", 0, 999)],
+)
+def test_weights_out_of_place_are_refused(layer: int, name: str, first_byte: int, num_bytes: int) -> None:
+    incoming = IncomingWeights(CONFIG, torch.float32, range(2))
+    with pytest.raises(BadFrame):
+        incoming.take(layer, name, first_byte, torch.zeros(num_bytes, dtype=torch.uint8))
+
+
+async def test_a_close_that_overtakes_its_open_leaves_nothing(scene: Scene) -> None:
+    host = await scene.home()
+    scene.hosting.may_open.clear()
+    opening = asyncio.ensure_future(open_one(host))
+    await asyncio.sleep(0)
+    closing = asyncio.ensure_future(host.close_module("m"))
+    await asyncio.sleep(0)
+    scene.hosting.may_open.set()
+    await asyncio.gather(opening, closing)
+    assert not scene.hosting.modules
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (b"nonsense", np.zeros(3, dtype=np.uint8)),
+        encode(Opened(ask_id=1, num_blocks=1)),
+        encode(Call(call_id=0, facts=SettleCall())),
+        encode(Call(call_id=1, facts=SettleCall()), [torch.ones(1)]),
+        encode(WeightPiece(ask_id=1, move_id="m", layer=0, name="qkv.weight", first_byte=0)),
+    ],
+)
+async def test_garbage_ends_its_own_link_and_no_other(
+    scene: Scene, frame: tuple[bytes, "np.ndarray[tuple[int], np.dtype[np.uint8]]"]
+) -> None:
+    good = await scene.home("good")
+    await open_one(good)
+    bad = await scene.connect("bad")
+    await bad.send(*frame, timeout_seconds=SECONDS)
+    await scene.until(lambda: not bad.is_open)
+    await good.settle()
+    assert list(scene.hosting.modules) == [("good", "m")]
+
+
+async def test_a_guest_whose_link_ends_has_nothing_left(scene: Scene) -> None:
+    host = await scene.home()
+    await open_one(host)
+    await host.close()
+    await scene.until(lambda: not scene.hosting.modules)
+
+
+async def test_a_second_link_of_a_home_ends_the_first_and_begins_anew(scene: Scene) -> None:
+    first = await scene.home()
+    await open_one(first)
+    second = await scene.home()
+    assert await open_one(second, "n") == 9
+    assert list(scene.hosting.modules) == [("home", "n")]
+    assert not first.is_open
+
+
+async def test_a_silent_guest_is_dropped_when_its_lease_ends() -> None:
+    scene = Scene()
+    scene.lease_seconds = 0.1
+    await scene.open()
+    talking, silent = await scene.home("talking"), await scene.connect("silent")
+    await open_one(talking)
+    await silent.send(*encode(Ping()), timeout_seconds=SECONDS)
+    await scene.until(lambda: not silent.is_open)
+    assert list(scene.hosting.modules) == [("talking", "m")]
+    await scene.close()
+
+
+async def test_a_host_that_drains_asks_for_its_modules_to_leave_and_takes_no_more(scene: Scene) -> None:
+    host, other = await scene.home("one"), await scene.home("two")
+    await open_one(host)
+    draining = asyncio.ensure_future(scene.server.drain())
+    await scene.until(lambda: scene.left == ["one", "two"])
+    with pytest.raises(MoveRefused, match="end"):
+        await open_one(other)
+    assert not draining.done()
+    await host.close_module("m")
+    await draining
+
+
+async def test_what_no_host_sends_ends_the_link() -> None:
+    network = MemoryNetwork()
+    far = make_transport("memory", "host", b"secret", network=network)
+    near = make_transport("memory", "home", b"secret", network=network)
+    listener = await far.listen("here")
+    link = await near.connect(listener.address, timeout_seconds=SECONDS)
+    left = list[bool]()
+    host = HostLink(
+        link,
+        fingerprint="same",
+        wake=lambda: None,
+        on_call_done=lambda seconds: None,
+        on_leaving=lambda: left.append(True),
+        timeout_seconds=SECONDS,
+        ping_seconds=SECONDS,
+    )
+    peer = await listener.accept()
+    await peer.send(*encode(Leaving()), timeout_seconds=SECONDS)
+    await peer.send(*encode(Ping()), timeout_seconds=SECONDS)
+    assert "Ping" in await host.serve()
+    assert left == [True]
+    assert not host.is_open
+    await near.close()
+    await far.close()
+
+
+async def test_a_host_that_never_answers_an_ask_is_given_up(scene: Scene) -> None:
+    scene.hosting.may_open.clear()
+    scene.hosting.answerer = lambda call, answer: None
+    host = await scene.home(timeout_seconds=0.05)
+    with pytest.raises(HostLost, match="did not answer"):
+        await open_one(host)
+    with pytest.raises(HostLost, match="did not answer"):
+        await host.settle()
+
+
+async def test_a_result_changes_no_more_when_its_frame_is_gone(scene: Scene) -> None:
+    def echo(call: HostedCall, answer: Answer) -> None:
+        answer.give(call.hidden if isinstance(call, RunLayers) else torch.empty(0))
+
+    scene.hosting.answerer = echo
+    host = await scene.home()
+    sent = [torch.full((40, 8), float(n)) for n in range(20)]
+    answers = [host.call(RunLayers("m", one)) for one in sent]
+    await scene.until(lambda: all(one.is_done for one in answers))
+    assert all(torch.equal(one.result(), hidden) for one, hidden in zip(answers, sent, strict=True))
+
+
+async def test_a_host_that_takes_nothing_in_holds_its_caller_back_and_is_lost_in_the_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_link, "MAX_UNSENT_BYTES", 1000)
+    host = await scene.home(timeout_seconds=0.2)
+    await host.settle()
+    scene.network.freeze()
+    blocks = WriteBlocks("m", None, np.zeros(1, dtype=np.int64), torch.zeros(1000))
+    answers = [await asyncio.to_thread(host.call, blocks)]
+    while answers[-1].is_done and len(answers) < 200:
+        answers.append(await asyncio.to_thread(host.call, blocks))
+        try:
+            answers[-1].result()
+        except HostLost:
+            break
+    with pytest.raises(HostLost):
+        answers[-1].result()
+    await scene.until(lambda: not host.is_open)
+    scene.network.thaw()
+
+
+async def test_a_frame_is_given_back_when_its_blocks_are_written(scene: Scene) -> None:
+    written: list[Answer] = []
+
+    def keep(call: HostedCall, answer: Answer) -> None:
+        if isinstance(call, Settle):
+            answer.give(torch.empty(0))
+        else:
+            written.append(answer)
+
+    scene.hosting.answerer = keep
+    host = await scene.home()
+    for _ in range(64):  # all that a Link takes without a frame given back
+        host.call(WriteBlocks("m", None, np.zeros(1, dtype=np.int64), torch.zeros(10)))
+    await scene.until(lambda: len(written) == 64)
+    settling = asyncio.ensure_future(host.settle())
+    done, _ = await asyncio.wait({settling}, timeout=0.05)
+    assert not done
+    for answer in written:
+        answer.give(torch.empty(0))
+    await settling
