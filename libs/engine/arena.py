@@ -4,7 +4,9 @@ On the CPU it is address space, more than may be used, whose pages are taken whe
 grow, and what is given back is free for other uses of the machine. On other devices it is one allocation.
 """
 
+import ctypes
 import mmap
+import os
 from dataclasses import dataclass
 
 import structlog
@@ -15,10 +17,11 @@ from libs.engine.errors import NoRoom
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: takes pages without changing what is in them
 _MAP_NORESERVE = 0x4000  # Linux; the standard library does not name it yet
 _SPARE_SPACE = 8  # address space per byte: regions find a hole, however they come and go
-_TOUCH_BYTES = 4 << 20  # at once: another thread may want the interpreter meanwhile
+_TOUCH_BYTES = 16 << 20  # at once: other threads may take pages in between
 _PAGE_BYTES = mmap.PAGESIZE
 _DEVICE_ALIGNMENT_BYTES = 256
 
+_libc = ctypes.CDLL(None, use_errno=True)
 _log = structlog.get_logger(__name__)
 
 
@@ -117,10 +120,8 @@ class Arena:
             return True
         first, end = first_byte // _PAGE_BYTES * _PAGE_BYTES, min(end_byte, len(self.memory))
         for start in range(first, end, _TOUCH_BYTES):
-            try:
-                self._map.madvise(_POPULATE_WRITE, start, min(_TOUCH_BYTES, end - start))
-            except OSError as error:
-                _log.info("pages_not_touched_ahead", reason=str(error))
+            if error := self._advise(_POPULATE_WRITE, start, min(start + _TOUCH_BYTES, end)):
+                _log.info("pages_not_touched_ahead", reason=error)
                 return False
         return True
 
@@ -145,7 +146,14 @@ class Arena:
         first = -(-first_byte // _PAGE_BYTES) * _PAGE_BYTES
         if self._map is None or end_byte <= first:
             return
-        self._map.madvise(mmap.MADV_DONTNEED, first, end_byte - first)
+        self._advise(mmap.MADV_DONTNEED, first, end_byte)
+
+    def _advise(self, advice: int, first_byte: int, end_byte: int) -> str:
+        """Empty, or what was wrong. Other threads go on meanwhile, which `mmap.madvise` does not let them."""
+        address, num_bytes = self.memory.data_ptr() + first_byte, end_byte - first_byte
+        if not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice):
+            return ""
+        return os.strerror(ctypes.get_errno())
 
 
 def _reserve(max_bytes: int) -> mmap.mmap:
