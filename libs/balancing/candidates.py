@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import groupby
 
+from libs.balancing.device_load import DeviceLoad, is_memory_bound, is_memory_short
 from libs.balancing.mesh_view import BringHome, Device, Flip, MeshView, MoveAway, Role
 from libs.balancing.settings import BalancingSettings
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
@@ -10,24 +11,25 @@ from libs.placement.placement import Placement
 
 
 def moves_away(
-    home: Device, host: Device, settings: BalancingSettings, *, gap: float, is_memory_bound: bool
+    home: Device, host: Device, load: DeviceLoad, settings: BalancingSettings, *, gap: float
 ) -> Iterator[MoveAway]:
-    """What `home` could hand to `host`: layers where the gap is great or compute is short, heads where it is
-    small or memory is. Where memory is, layers also with their weights; and blocks, for models whose only KV
-    head cannot be split off. Where it is not, the home gets no more blocks than it has: they would be taken
-    from the host for nothing."""
-    placement, num_blocks = home.placement, 0 if is_memory_bound else home.num_blocks
+    """What `home`, under this load, could hand to `host`: layers where the gap is great or compute is what
+    weighs, heads where the gap is small or memory is short. Where it is short, layers also with their
+    weights; and blocks, for models whose only KV head cannot be split off. Where it is not, the home gets no
+    more blocks than it has: they would be taken from the host for nothing."""
+    placement, is_short = home.placement, is_memory_short(load, settings)
+    num_blocks = 0 if is_short else home.num_blocks
     if placement.lent():
         return
-    if settings.moves_layers and (gap >= settings.delta_layer or not is_memory_bound):
+    if settings.moves_layers and (gap >= settings.delta_layer or not is_memory_bound(load, settings)):
         for module in layer_runs(placement):
             yield MoveAway(home.worker, host.worker, module, num_blocks=num_blocks)
-            if is_memory_bound and settings.moves_weights:
+            if is_short and settings.moves_weights:
                 yield MoveAway(home.worker, host.worker, module, with_weights=True)
-    if settings.moves_heads and (gap < settings.delta_layer or is_memory_bound):
+    if settings.moves_heads and (gap < settings.delta_layer or is_short):
         for module in head_groups(placement):
             yield MoveAway(home.worker, host.worker, module, num_blocks=num_blocks)
-        if is_memory_bound and placement.num_kv_heads == 1 and not placement.placed:
+        if is_short and placement.num_kv_heads == 1 and not placement.placed:
             yield MoveAway(home.worker, host.worker, lent_blocks(placement.num_layers))
 
 

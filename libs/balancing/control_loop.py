@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from libs.balancing.candidates import moves_away, role_flips, ways_home
-from libs.balancing.device_load import is_memory_bound, utilization
+from libs.balancing.device_load import utilization
 from libs.balancing.judging import Judged, judge_flip, judge_move, judge_return
 from libs.balancing.loop_state import LoopState, after, look
 from libs.balancing.mesh_view import BringHome, Decision, Device, Flip, MeshView, MoveAway
@@ -95,12 +95,11 @@ def _judge_all(
     movable = _movable(state, settings, now)
     for source, target in _pairs(devices, state, settings):
         gap = _utilization(source, state, settings) - _utilization(target, state, settings)
-        memory_bound = is_memory_bound(state.loads[source.worker].load, settings)
         moves: Iterable[MoveAway | BringHome] = ways_home(target, source, movable)
         for move in moves:
             yield judge_move(move, target, source, state.loads, settings)
         if target.can_host and (source.worker, target.worker) not in state.shunned_until:
-            moves = moves_away(source, target, settings, gap=gap, is_memory_bound=memory_bound)
+            moves = moves_away(source, target, state.loads[source.worker].load, settings, gap=gap)
             for move in moves:
                 yield judge_move(move, source, target, state.loads, settings)
     if settings.flips_roles and now >= state.flips_rest_until:

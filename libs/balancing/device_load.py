@@ -60,9 +60,14 @@ def utilization(load: DeviceLoad, settings: BalancingSettings) -> float:
     )
 
 
+def is_memory_short(load: DeviceLoad, settings: BalancingSettings) -> bool:
+    """Whether its pool is so full that more blocks would be of use, whatever it computes besides."""
+    return load.memory >= settings.memory_pressure
+
+
 def is_memory_bound(load: DeviceLoad, settings: BalancingSettings) -> bool:
     """Whether its memory is short, and weighs more than what it computes and what waits for that."""
     working = settings.compute_weight * load.compute + settings.queue_weight * min(
         load.queue, settings.max_queue
     )
-    return load.memory >= settings.memory_pressure and settings.memory_weight * load.memory > working
+    return is_memory_short(load, settings) and settings.memory_weight * load.memory > working

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.balancing.candidates import head_groups, layer_runs, moves_away, role_flips, ways_home
+from libs.balancing.device_load import DeviceLoad
 from libs.balancing.mesh_view import Flip, MeshView, Role
 from libs.balancing.settings import BalancingSettings
 from libs.balancing.wording import module_in_words, move_in_words
@@ -12,6 +13,7 @@ from libs.placement.module import ModuleKind, heads_of, lent_blocks, whole_layer
 from libs.placement.placement import Placed, Placement, all_home, check_module
 
 ALL = BalancingSettings()
+WORKING, FULL, BOTH = DeviceLoad(1.0, 0.1, 1.0), DeviceLoad(0.1, 0.95, 0.0), DeviceLoad(1.0, 0.95, 0.0)
 
 
 def away(module, worker="host", move_id="m") -> Placed:
@@ -61,40 +63,49 @@ def placements(draw: st.DrawFn) -> Placement:
     return placement
 
 
-@given(placements(), st.floats(0, 1), st.booleans())
-def test_every_candidate_is_one_that_can_leave(placement: Placement, gap: float, is_memory_bound: bool):
+@given(placements(), st.floats(0, 1), st.sampled_from([WORKING, FULL, BOTH]))
+def test_every_candidate_is_one_that_can_leave(placement: Placement, gap: float, load: DeviceLoad):
     home = device("home", placement=placement)
-    moves = list(moves_away(home, device("host"), ALL, gap=gap, is_memory_bound=is_memory_bound))
+    moves = list(moves_away(home, device("host"), load, ALL, gap=gap))
     for move in moves:
         check_module(placement, move.module)
     assert len(moves) == len(set(moves))
 
 
-def kinds(gap: float, is_memory_bound: bool, settings: BalancingSettings = ALL) -> set[tuple[str, bool]]:
-    moves = moves_away(device("a"), device("b"), settings, gap=gap, is_memory_bound=is_memory_bound)
+def kinds(gap: float, load: DeviceLoad, settings: BalancingSettings = ALL) -> set[tuple[str, bool]]:
+    moves = moves_away(device("a"), device("b"), load, settings, gap=gap)
     return {(one.module.kind.value, one.with_weights) for one in moves}
 
 
 def test_layers_for_great_gaps_and_compute_heads_for_small_gaps_and_memory():
-    assert kinds(0.9, False) == {("layers", False)}
-    assert kinds(0.2, False) == {("layers", False), ("heads", False)}
-    assert kinds(0.2, True) == {("heads", False)}
-    assert kinds(0.9, True) == {("layers", False), ("layers", True), ("heads", False)}
+    assert kinds(0.9, WORKING) == {("layers", False)}
+    assert kinds(0.2, WORKING) == {("layers", False), ("heads", False)}
+    assert kinds(0.2, FULL) == {("heads", False)}
+    assert kinds(0.9, FULL) == {("layers", False), ("layers", True), ("heads", False)}
+    assert kinds(0.2, BOTH) == kinds(0.9, BOTH) == kinds(0.9, FULL)
+
+
+def test_a_home_whose_memory_is_not_short_gets_no_more_blocks_than_it_has():
+    def wanted(load: DeviceLoad) -> set[int]:
+        return {one.num_blocks for one in moves_away(device("a"), device("b"), load, ALL, gap=0.2)}
+
+    assert wanted(WORKING) == {device("a").num_blocks}
+    assert wanted(FULL) == wanted(BOTH) == {0}
 
 
 def test_each_kind_can_be_switched_off():
-    assert kinds(0.9, True, BalancingSettings(moves_layers=False)) == {("heads", False)}
-    assert kinds(0.9, True, BalancingSettings(moves_heads=False)) == {("layers", False), ("layers", True)}
-    assert ("layers", True) not in kinds(0.9, True, BalancingSettings(moves_weights=False))
+    assert kinds(0.9, FULL, BalancingSettings(moves_layers=False)) == {("heads", False)}
+    assert kinds(0.9, FULL, BalancingSettings(moves_heads=False)) == {("layers", False), ("layers", True)}
+    assert ("layers", True) not in kinds(0.9, FULL, BalancingSettings(moves_weights=False))
 
 
 def test_a_model_with_one_kv_head_lends_blocks_where_memory_is_short():
     home = device("home", placement=all_home("home", 30, 1))
-    moves = list(moves_away(home, device("host"), ALL, gap=0.2, is_memory_bound=True))
+    moves = list(moves_away(home, device("host"), FULL, ALL, gap=0.2))
     assert [one.module.kind for one in moves] == [ModuleKind.TOKENS]
     lent = home.placement.with_module(away(lent_blocks(30)))
     there = device("home", placement=lent)
-    assert not list(moves_away(there, device("host"), ALL, gap=0.9, is_memory_bound=True))
+    assert not list(moves_away(there, device("host"), FULL, ALL, gap=0.9))
 
 
 def test_only_what_may_be_given_back_comes_home_and_from_its_host():

@@ -120,6 +120,14 @@ def test_a_full_decode_pool_grows_by_what_an_idle_prefill_worker_takes():
     assert plant.devices["decode-2"].num_blocks >= 1.3 * before
 
 
+def test_a_full_decode_pool_grows_by_heads_also_where_the_worker_is_busy():
+    plant = Plant(BalancingSettings(moves_layers=False))
+    plant.demands["decode-2"].work, plant.demands["decode-2"].memory = 1.3, 1.5
+    before = plant.devices["decode-2"].num_blocks
+    plant.run(200)
+    assert plant.devices["decode-2"].num_blocks >= 1.3 * before
+
+
 def test_memory_that_is_short_moves_modules_also_where_nothing_is_computed():
     plant = Plant()
     plant.demands["decode-2"].work, plant.demands["decode-2"].memory = 0.0, 1.0
