@@ -1,6 +1,7 @@
 """A home that asks for what cannot be harms itself alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,23 +35,18 @@ def ids(*blocks: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return np.array(blocks, dtype=np.int64)
 
 
-def changed(begun: BeginStep, **fields: object) -> BeginStep:
-    kept = {name: getattr(begun, name) for name in BeginStep.__dataclass_fields__}
-    return BeginStep(**{**kept, **fields})
-
-
 WRONG_STEPS: dict[str, Callable[[BeginStep], BeginStep]] = {
-    "slots below 0": lambda step: changed(step, slots=step.slots - 1000),
-    "positions of another number": lambda step: changed(step, positions=step.positions[1:]),
-    "positions in int32": lambda step: changed(step, positions=step.positions.astype(np.int32)),
-    "tables in int64": lambda step: changed(step, block_tables=step.block_tables.astype(np.int64)),
-    "blocks below 0": lambda step: changed(step, block_tables=step.block_tables - 50),
-    "contexts beyond the tables": lambda step: changed(step, context_lens=step.context_lens + 100),
-    "contexts below 0": lambda step: changed(step, context_lens=step.context_lens - 100),
-    "contexts of another number": lambda step: changed(step, context_lens=step.context_lens[1:]),
-    "starts that fall": lambda step: changed(step, query_starts=step.query_starts[::-1].copy()),
-    "starts that end early": lambda step: changed(step, query_starts=(step.query_starts // 2)),
-    "last tokens beyond the step": lambda step: changed(step, last_tokens=ids(0, 99)),
+    "slots below 0": lambda step: replace(step, slots=step.slots - 1000),
+    "positions of another number": lambda step: replace(step, positions=step.positions[1:]),
+    "positions in int32": lambda step: replace(step, positions=step.positions.astype(np.int32)),
+    "tables in int64": lambda step: replace(step, block_tables=step.block_tables.astype(np.int64)),
+    "blocks below 0": lambda step: replace(step, block_tables=step.block_tables - 50),
+    "contexts beyond the tables": lambda step: replace(step, context_lens=step.context_lens + 100),
+    "contexts below 0": lambda step: replace(step, context_lens=step.context_lens - 100),
+    "contexts of another number": lambda step: replace(step, context_lens=step.context_lens[1:]),
+    "starts that fall": lambda step: replace(step, query_starts=step.query_starts[::-1].copy()),
+    "starts that end early": lambda step: replace(step, query_starts=(step.query_starts // 2)),
+    "last tokens beyond the step": lambda step: replace(step, last_tokens=ids(0, 99)),
 }
 
 
