@@ -52,6 +52,7 @@ async def measure_hosting(host: Presence, shape: ModelShape, secret: str) -> Hos
         link,
         fingerprint=host.model_fingerprint,
         wake=came.set,
+        on_call_done=lambda _: None,
         on_leaving=lambda: None,
         timeout_seconds=_TIMEOUT_SECONDS,
         ping_seconds=1.0,
