@@ -129,7 +129,7 @@ async def test_a_move_that_is_cancelled_leaves_everything_as_it_was(
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
         if is_return:
             await scene.away(heads_of(0, 3, (0,)))
-        streams = await scene.begin(4, 150)
+        streams = await scene.begin(4, 100)
         before = scene.placement
         started = await scene.start(
             None if is_return else heads_of(0, 3, (1,)), returned_move_id="move-1" if is_return else ""
@@ -156,8 +156,8 @@ async def test_only_what_was_begun_can_be_cancelled() -> None:
 
 
 async def test_a_move_that_has_not_switched_by_its_deadline_is_rolled_back() -> None:
-    async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
-        streams = await scene.begin(4, 150)
+    async with moving_mesh(move_bandwidth_mib=0.02) as scene:
+        streams = await scene.begin(4, 80)
         record = await scene.move(heads_of(0, 3, (1,)), deadline_seconds=0.3)
         assert record.phase is MovePhase.FAILED
         assert "deadline" in record.error
@@ -167,10 +167,10 @@ async def test_a_move_that_has_not_switched_by_its_deadline_is_rolled_back() -> 
 
 async def test_lent_blocks_come_and_go() -> None:
     async with moving_mesh(num_blocks=140) as scene:
-        streams = await scene.begin(5, 200)
+        streams = await scene.begin(5, 120)
         away = await scene.away(lent_blocks(3), num_blocks=60)
         assert (away.num_blocks_before, away.num_blocks_after) == (140, 200)
-        more = await scene.begin(5, 100)
+        more = await scene.begin(5, 60)
         await scene.back(away.move_id)
         await scene.check([*streams, *more])
         await scene.until_nothing_is_left()
@@ -178,7 +178,7 @@ async def test_lent_blocks_come_and_go() -> None:
 
 async def test_a_host_that_drains_gives_its_modules_back_first() -> None:
     async with moving_mesh(host={"num_blocks": 1000}) as scene:
-        streams = await scene.begin(4, 300)
+        streams = await scene.begin(4, 200)
         await scene.away(whole_layers(0, 1))
         await scene.away(heads_of(1, 3, (1,)))
         stopping = asyncio.ensure_future(scene.mesh.stop(scene.host))
