@@ -5,9 +5,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from moves_scene import MovesScene, moving_mesh
+from workers_mesh import prompt_of
 
 from libs.bus.messages.migration import MoveAccepted, MovePhase
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.request.outcome import FailureReason
 
 SLOW = 0.2
 """MiB per second: a move takes a while."""
@@ -126,3 +128,49 @@ async def test_two_workers_that_host_for_each_other_go_on() -> None:
         await scene.check(streams)
         await scene.until_nothing_is_left()
         await there.bus.close()
+
+
+async def test_a_host_whose_way_to_the_broker_is_cut_goes_on_hosting() -> None:
+    async with moving_mesh() as scene:
+        await scene.away(whole_layers(0, 1))
+        scene.host.bus.disconnect()
+        roster = scene.home.service._roster
+        await scene.mesh.until(lambda: roster.get(scene.host.incarnation) is None)
+        await scene.check(await scene.begin(3, 60))
+        assert len(scene.placement.placed) == 1
+        scene.host.bus.reconnect()
+
+
+async def test_a_host_that_left_the_mesh_and_answers_nothing_is_lost() -> None:
+    async with moving_mesh() as scene:
+        await scene.away(whole_layers(0, 1))
+        scene.host.bus.disconnect()
+        scene.mesh.network.freeze()
+        await scene.mesh.until(lambda: not scene.placement.placed)
+        scene.mesh.network.thaw()
+        await scene.check(await scene.begin(3, 30))
+
+
+async def test_prompts_that_are_handed_over_fail_or_are_right_when_the_host_of_their_layers_dies() -> None:
+    async with moving_mesh() as scene:
+        prefill, decode = await scene.mesh.prefill(), scene.home
+        scene.home = prefill
+        await scene.mesh.until(lambda: scene.host.presence in prefill.service._roster.all())
+        await scene.away(whole_layers(0, 2))
+        streams = [
+            await scene.gateway.begin(
+                scene.gateway.generation(prompt_of(190, n), max_tokens=8),
+                prefill=prefill.incarnation,
+                decode=decode.incarnation,
+            )
+            for n in range(4)
+        ]
+        await scene.mesh.kill(scene.host)
+        ended = [await stream.end() for stream in streams]
+        assert {one.failure for one in ended} <= {None, FailureReason.PEER_LOST}
+        await scene.check([one for one in ended if one.failure is None])
+        again = await scene.gateway.generate(
+            prompt_of(40), prefill=prefill.incarnation, decode=decode.incarnation
+        )
+        await scene.check([again])
+        await scene.mesh.until(lambda: not scene.placement.placed)

@@ -34,6 +34,7 @@ from libs.worker.hosting.messages import (
     Opened,
     OpenRefused,
     Ping,
+    Pong,
     RefusalKind,
     Result,
     WeightPiece,
@@ -181,8 +182,9 @@ class Guest:
             case Close() as head:
                 self._weights.pop(head.move_id, None)
                 tasks.create_task(self._close(head))
-            case Ping():
-                pass  # that it came is what counts
+            case Ping() as head:
+                if head.ask_id:  # else that it came is what counts
+                    self._outgoing.put(Pong(ask_id=head.ask_id))
             case other:
                 raise BadFrame(f"a home sent {type(other).__name__}")
         return False

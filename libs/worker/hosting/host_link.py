@@ -29,6 +29,7 @@ from libs.worker.hosting.messages import (
     Opened,
     OpenRefused,
     Ping,
+    Pong,
     RefusalKind,
     Result,
     WeightPiece,
@@ -146,6 +147,10 @@ class HostLink:
         """Have it freed. Raises HostLost, which frees it as well."""
         await self._ask(partial(Close, move_id=move_id))
 
+    async def ping(self) -> None:
+        """Returns when it said that it is there, however busy its engine is. Raises HostLost."""
+        await self._ask(Ping)
+
     async def serve(self) -> str:
         """Take answers in until the Link is lost, whose reason is returned."""
         reason = "this worker is closing"
@@ -230,7 +235,7 @@ class HostLink:
             case CallFailed() as failed:
                 if (answer := self._answer(failed.call_id)) is not None:
                     answer.fail(HostLost(self.worker, failed.detail))
-            case Opened() | Closed() | WeightsAt() as done:
+            case Opened() | Closed() | WeightsAt() | Pong() as done:
                 self._end_ask(done.ask_id, done, None)
             case OpenRefused() as refused:
                 self._end_ask(refused.ask_id, None, _REFUSALS[refused.kind](refused.detail))

@@ -152,7 +152,15 @@ class CallFailed(msgspec.Struct, frozen=True, kw_only=True, tag="call_failed"):
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
-    """Still here. Renews the lease of all modules. home -> host."""
+    """Still here. Renews the lease of all modules. home -> host, answered by Pong where `ask_id` is not 0."""
+
+    ask_id: int = 0
+
+
+class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
+    """So am I. host -> home."""
+
+    ask_id: int
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
@@ -171,5 +179,6 @@ Head = (
     | Result
     | CallFailed
     | Ping
+    | Pong
     | Leaving
 )

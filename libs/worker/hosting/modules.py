@@ -109,12 +109,10 @@ class Modules:
         self._mover.placement_changed(placement, lost)
 
     def roster_changed(self, change: RosterChange) -> None:
-        """Hosts and guests may be gone."""
+        """Hosts may be gone. Guests are not asked after: they renew their leases over their Links."""
         for departed in change.departed:
             if departed.kind in (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER):
                 self._mover.host_departed(departed.incarnation)
-                if self._server is not None:
-                    self._server.guest_departed(departed.incarnation)
 
     async def drain(self) -> None:
         """Take no more orders; returns when the guests have taken their modules home."""

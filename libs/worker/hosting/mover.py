@@ -23,12 +23,14 @@ from libs.bus.messages.migration import (
 )
 from libs.bus.port import Subscription
 from libs.engine.errors import EngineClosed
+from libs.engine.hosting.port import HostLost
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import is_over
 from libs.placement.placement import Placed, Placement
 from libs.runtime.roster import Roster
 from libs.runtime.runtime import Runtime
 from libs.worker.hosting.home import Home
+from libs.worker.hosting.host_link import HostLink
 from libs.worker.hosting.host_links import HostLinks
 from libs.worker.hosting.metrics import MoveMetrics
 from libs.worker.hosting.moving import Move
@@ -42,6 +44,8 @@ MIB = 1 << 20
 _MAX_RECORDS = 64
 """Of moves that ended; an order that comes twice is known by them."""
 _NUM_TOLD = 8
+_DEPARTED_SECONDS = 1.0
+"""What a host that left the mesh may take to say that it is there all the same."""
 
 log = structlog.get_logger()
 
@@ -157,10 +161,18 @@ class Mover:
             await self._home.lose_host(worker, why)
 
     def host_departed(self, worker: str) -> None:
-        """It left the mesh: do not wait for its Link."""
-        if self._links.get(worker) is not None:
-            self.host_lost(worker, "it left the mesh")
-            self._links.drop(worker)
+        """It left the mesh, or only its way to the broker is cut: then it answers over its Link."""
+        if (link := self._links.get(worker)) is not None:
+            self._runtime.spawn("ask-host", self._ask_after(link))
+
+    async def _ask_after(self, link: HostLink) -> None:
+        try:
+            async with asyncio.timeout(_DEPARTED_SECONDS):
+                await link.ping()
+        except (TimeoutError, HostLost):
+            if self._links.get(link.worker) is link:
+                self.host_lost(link.worker, "it left the mesh")
+                self._links.drop(link.worker)
 
     def host_leaving(self, worker: str) -> None:
         """It asks for its modules to be taken back."""

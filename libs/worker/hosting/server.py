@@ -61,11 +61,6 @@ class HostingServer:
             self._changed.clear()
             await self._changed.wait()
 
-    def guest_departed(self, name: str) -> None:
-        """It left the mesh: do not wait for its Link."""
-        if (known := self._guests.get(name)) is not None:
-            self._spawn("drop-guest", known[0].close())
-
     async def close(self) -> None:
         """Accept no more."""
         await self._listener.close()
