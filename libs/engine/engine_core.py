@@ -19,17 +19,16 @@ from kernels.paged_attention.contract import PagedAttention
 from libs.bus.messages.presence import WorkerLoad
 from libs.cost.estimators import PrefillEstimator
 from libs.cost.prefill import num_pairs
-from libs.engine.arrangement import Arrangement
 from libs.engine.attention import fitting_attention
 from libs.engine.commit import commit
 from libs.engine.hand_over import HandOverBudget
-from libs.engine.home import Home
+from libs.engine.home import home_of
 from libs.engine.hosting.hosted_modules import HostedModules
 from libs.engine.hosting.port import HostLost
 from libs.engine.hosts import Hosts, Wait, result_now
 from libs.engine.incoming import Incoming
 from libs.engine.ledger import Ledger
-from libs.engine.loading import LoadingStep, LoadingSteps
+from libs.engine.loading import LoadingStep
 from libs.engine.lost_host import lose_host
 from libs.engine.meter import Meter
 from libs.engine.moves import Moves
@@ -41,7 +40,6 @@ from libs.engine.runner import Runner, leaving
 from libs.engine.scheduler import Chunk, Limits, Schedule, schedule
 from libs.engine.sequence import Sequence, SequenceState
 from libs.engine.settings import EngineSettings, pool_blocks
-from libs.engine.travelled_weights import TravelledWeights
 from libs.engine.whole_kv import WholeKv
 from libs.model.layer import layer_bytes
 from libs.model.model import Model
@@ -107,8 +105,7 @@ class EngineCore:
         self._has_just_loaded = self._has_measured = False
         self._on_layers = on_layers
         self._failed: list[SequenceFailed] = []
-        hosts = Hosts(wait, away or Meter())
-        self._kv = WholeKv(self.pool, hosts, placement)
+        self._kv = WholeKv(self.pool, Hosts(wait, away or Meter()), placement)
         self._runner = Runner(
             model,
             self.pool,
@@ -117,18 +114,8 @@ class EngineCore:
             on_layers=self._layers_done,
             between_layers=between_layers,
         )
-        self._loading = LoadingSteps(self.ledger, self._runner)
-        self._arrangement = Arrangement(self.pool, self.ledger, self._kv, self._runner)
-        self._home = Home(
-            self.pool,
-            self.ledger,
-            hosts,
-            self._runner,
-            self._loading,
-            self._arrangement,
-            TravelledWeights(self.pool),
-            on_placement,
-        )
+        self._home = home_of(self.pool, self.ledger, self._kv, self._runner, on_placement)
+        self._loading, self._arrangement = self._home.loading, self._home.arrangement
         self.hosted = HostedModules(
             model, self.pool, self, partial(fitting_attention, model), worker=placement.home
         )

@@ -10,6 +10,7 @@ from libs.engine.loading import LoadingSteps
 from libs.engine.pool import Pool
 from libs.engine.runner import Runner
 from libs.engine.travelled_weights import TravelledWeights
+from libs.engine.whole_kv import WholeKv
 from libs.placement.placement import Placement
 
 
@@ -26,3 +27,16 @@ class Home:
     weights: TravelledWeights
     on_placement: Callable[[Placement, str], None]
     """Hears of each new placement, and of a host that was lost, and why."""
+
+
+def home_of(
+    pool: Pool,
+    ledger: Ledger,
+    kv: WholeKv,
+    runner: Runner,
+    on_placement: Callable[[Placement, str], None],
+) -> Home:
+    """With everything at home."""
+    loading = LoadingSteps(ledger, runner)
+    arrangement = Arrangement(pool, ledger, kv, runner)
+    return Home(pool, ledger, kv.hosts, runner, loading, arrangement, TravelledWeights(pool), on_placement)

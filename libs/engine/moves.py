@@ -96,9 +96,10 @@ class Moves:
         move, arrangement = self._get(move_id), self._arrangement
         after = move.placement_after(arrangement.placement)
         dropped = self._weights.num_bytes(move_id) if move.is_return else 0
-        self._loading.is_paused = True
-        fits = arrangement.can_change(arrangement.num_blocks_of(after, num_dropped_bytes=dropped))
-        if self._loading.are_under_way or not fits:
+        if not arrangement.can_change(arrangement.num_blocks_of(after, num_dropped_bytes=dropped)):
+            raise NotYet
+        if self._loading.are_under_way:
+            self._loading.is_paused = True
             raise NotYet
         began, num_before = time.perf_counter(), arrangement.num_blocks
         move.copy.catch_up(self._ledger.allocator.live())
