@@ -63,7 +63,7 @@ def _choose(
 ) -> tuple[Judged | None, list[Judged], str]:
     """The candidate that is taken, all that were judged, and the decision in words."""
     if len(view.under_way) >= settings.max_moves:
-        return None, [], f"stays: {len(view.under_way)} moves are under way"
+        return None, [], f"stays: {len(view.under_way)} of {settings.max_moves} moves are under way"
     devices = _rested(view, state)
     if state.is_balancing:
         judged = list(_judge_all(view, devices, state, settings, now))

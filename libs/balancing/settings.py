@@ -31,7 +31,7 @@ class BalancingSettings:
     move_impact: float = 0.2
     overhead_impact: float = 0.25
     max_move_seconds: float = 10.0
-    max_moves: int = 1
+    max_moves: int = 2
     link_bytes_per_second: float = 1e9
     link_latency_seconds: float = 2e-4
     attention_share: float = 0.25

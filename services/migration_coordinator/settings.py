@@ -82,7 +82,7 @@ class CoordinatorSettings(RuntimeSettings, frozen=True, kw_only=True):
     max_move_seconds: Annotated[
         float, Meta(description="moves that are expected to take longer do not begin", gt=0)
     ] = 10.0
-    max_moves: Annotated[int, Meta(description="moves under way in the mesh at once", ge=1, le=64)] = 1
+    max_moves: Annotated[int, Meta(description="moves under way in the mesh at once", ge=1, le=64)] = 2
     move_deadline_seconds: Annotated[
         float, Meta(description="a move that has not switched by then is rolled back", gt=0)
     ] = 60.0

@@ -82,7 +82,7 @@ def test_what_cannot_begin_is_denied_before_anybody_is_asked(
 def test_one_move_at_a_time_and_the_homes_own_denial_is_passed_on(run_virtually: Run) -> None:
     async def scenario() -> None:
         async with coordinator_scene() as scene:
-            home, host, _ = await scene.pair()
+            home, host, _ = await scene.pair(max_moves=1)
             host.denial = MoveDenied(reason=DenialReason.NO_ROOM, detail="no room", epoch=0)
             assert await scene.plan("decode-1", "decode-0") == host.denial
             assert (await scene.ask(ListMoves())).moves == ()

@@ -160,7 +160,7 @@ def test_one_that_only_watches_says_what_it_would_do():
 
 
 def test_a_round_tells_why_each_candidate_was_not_taken():
-    plant = Plant()
+    plant = Plant(BalancingSettings(max_moves=1))
     plant.demands["prefill-0"].work = 1.5
     plant.run(40)
     told = next(one for one in plant.rounds if one.candidates)
@@ -170,7 +170,7 @@ def test_a_round_tells_why_each_candidate_was_not_taken():
     assert all(verdicts)
     assert told.is_balancing
     later = plant.rounds[plant.rounds.index(told) + 1]
-    assert later.decision == "stays: 1 moves are under way"
+    assert later.decision == "stays: 1 of 1 moves are under way"
 
 
 def test_between_the_thresholds_the_loop_goes_on_doing_what_it_did():
