@@ -211,7 +211,7 @@ def run(walk: Walk, act: Act) -> None:
     getattr(walk, str(name))(*how)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(journeys())
 def test_every_sequence_ends_in_its_tokens_or_is_told_why_not(acts: list[Act]) -> None:
     walk = Walk()
