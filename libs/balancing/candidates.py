@@ -9,28 +9,38 @@ from libs.balancing.settings import BalancingSettings
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from libs.placement.placement import Placement
 
+GROWTH = 1.5
+"""Of a pool by one move where compute is as short as memory."""
+
 
 def moves_away(
     home: Device, host: Device, load: DeviceLoad, settings: BalancingSettings, *, gap: float
 ) -> Iterator[MoveAway]:
     """What `home`, under this load, could hand to `host`: layers where the gap is great or compute is what
     weighs, heads where the gap is small or memory is short. Where it is short, layers also with their
-    weights; and blocks, for models whose only KV head cannot be split off. Where it is not, the home gets no
-    more blocks than it has: they would be taken from the host for nothing."""
+    weights; and blocks, for models whose only KV head cannot be split off."""
     placement, is_short = home.placement, is_memory_short(load, settings)
-    num_blocks = 0 if is_short else home.num_blocks
+    num_blocks = _num_blocks_wanted(home, load, settings)
     if placement.lent():
         return
     if settings.moves_layers and (gap >= settings.delta_layer or not is_memory_bound(load, settings)):
         for module in layer_runs(placement):
             yield MoveAway(home.worker, host.worker, module, num_blocks=num_blocks)
             if is_short and settings.moves_weights:
-                yield MoveAway(home.worker, host.worker, module, with_weights=True)
+                yield MoveAway(home.worker, host.worker, module, with_weights=True, num_blocks=num_blocks)
     if settings.moves_heads and (gap < settings.delta_layer or is_short):
         for module in head_groups(placement):
             yield MoveAway(home.worker, host.worker, module, num_blocks=num_blocks)
         if is_short and placement.num_kv_heads == 1 and not placement.placed:
             yield MoveAway(home.worker, host.worker, lent_blocks(placement.num_layers))
+
+
+def _num_blocks_wanted(home: Device, load: DeviceLoad, settings: BalancingSettings) -> int:
+    """For the home afterwards; 0: as many as there can be. What it has no use for would be taken from the
+    host for nothing, and keep further modules from it."""
+    if is_memory_bound(load, settings):
+        return 0
+    return int(home.num_blocks * GROWTH) if is_memory_short(load, settings) else home.num_blocks
 
 
 def layer_runs(placement: Placement) -> list[Module]:

@@ -113,7 +113,7 @@ class StartMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, t
     """Incarnation; empty where a module comes home."""
     with_weights: bool = False
     num_blocks: int = 0
-    """That a TOKENS module is to lend; 0: as many as the host can spare."""
+    """That the host is to hold, or to lend; 0: as many as it can spare and the home can use."""
     expected_epoch: int
     deadline_seconds: float
     """From now; not switched by then, it is rolled back."""
