@@ -30,6 +30,7 @@ from libs.transport.choose import TransportKind, make_transport
 from libs.transport.memory_transport import MemoryNetwork
 from libs.worker.hosting.guest import Guest
 from libs.worker.hosting.host_link import HostLink
+from libs.worker.hosting.incoming_weights import form_of
 
 SECONDS = 10.0
 GUEST = "home"
@@ -115,7 +116,7 @@ async def over_a_link(kind: TransportKind, stage: Stage) -> AsyncIterator[HostLi
     guest = Guest(
         await listener.accept(),
         HereAndNow(stage.there),
-        MODEL,
+        form_of(MODEL),
         fingerprint="same",
         lease_seconds=SECONDS,
         send_timeout_seconds=SECONDS,

@@ -22,7 +22,7 @@ from libs.transport.port import Link
 from libs.worker.hosting import host_link
 from libs.worker.hosting.frames import BadFrame, encode
 from libs.worker.hosting.host_link import HostLink
-from libs.worker.hosting.incoming_weights import IncomingWeights
+from libs.worker.hosting.incoming_weights import IncomingWeights, form_of
 from libs.worker.hosting.messages import Call, Leaving, Opened, Ping, SettleCall, WeightPiece
 from libs.worker.hosting.server import HostingServer
 
@@ -96,7 +96,7 @@ class Scene:
         self.server = HostingServer(
             await self.far.listen("here"),
             self.hosting,
-            MODEL,
+            form_of(MODEL),
             self.spawn,
             lambda: None,
             lambda seconds: None,
@@ -210,7 +210,7 @@ async def test_weights_arrive_in_pieces_and_become_layers(scene: Scene) -> None:
     [(2, "qkv.weight", 0, 4), (0, "nonsense", 0, 4), (0, "qkv.weight", 4, 4), (0, "attention_norm", 0, 999)],
 )
 def test_weights_out_of_place_are_refused(layer: int, name: str, first_byte: int, num_bytes: int) -> None:
-    incoming = IncomingWeights(CONFIG, torch.float32, range(2))
+    incoming = IncomingWeights(form_of(MODEL), range(2))
     with pytest.raises(BadFrame):
         incoming.take(layer, name, first_byte, torch.zeros(num_bytes, dtype=torch.uint8))
 

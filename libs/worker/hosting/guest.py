@@ -17,13 +17,11 @@ from libs.engine.errors import EngineError, NoRoom
 from libs.engine.hosting.calls import ANSWERED, HostedCall, WriteBlocks
 from libs.engine.hosting.port import Answer, HostLost
 from libs.model.layer import Layer
-from libs.model.layer_weights import layer_of
-from libs.model.model import Model
 from libs.placement.module import Module
 from libs.transport.port import Link, LinkError, Received
 from libs.worker.hosting.call_codec import join_call
 from libs.worker.hosting.frames import Assembly, BadFrame, Message
-from libs.worker.hosting.incoming_weights import IncomingWeights
+from libs.worker.hosting.incoming_weights import IncomingWeights, LayerForm
 from libs.worker.hosting.messages import (
     Call,
     CallFailed,
@@ -100,7 +98,7 @@ class Guest:
         self,
         link: Link,
         hosting: ModuleHosting,
-        model: Model,
+        form: LayerForm,
         *,
         fingerprint: str,
         lease_seconds: float,
@@ -110,7 +108,7 @@ class Guest:
         is_leaving: Callable[[], bool],
     ) -> None:
         self._on_change, self._on_call_done, self._is_leaving = on_change, on_call_done, is_leaving
-        self._link, self._hosting, self._model, self._fingerprint = link, hosting, model, fingerprint
+        self._link, self._hosting, self._form, self._fingerprint = link, hosting, form, fingerprint
         self._lease_seconds, self._send_timeout_seconds = lease_seconds, send_timeout_seconds
         self._outgoing = Outgoing(max_bytes=0)
         self._assembly = Assembly()
@@ -242,7 +240,7 @@ class Guest:
             self._refuse(head.ask_id, kind, str(error))
             return
         if layers is not None:
-            incoming = IncomingWeights(self._model.config, self._model.dtype, head.module.layers)
+            incoming = IncomingWeights(self._form, head.module.layers)
             self._weights[head.move_id] = incoming, layers
         log.info("module_hosted", guest=self.name, move_id=head.move_id, num_blocks=num_blocks)
         self._outgoing.put(Opened(ask_id=head.ask_id, num_blocks=num_blocks))
@@ -265,9 +263,8 @@ class Guest:
         return None
 
     async def _build_layer(self, head: WeightPiece, tensors: Mapping[str, torch.Tensor]) -> None:
-        model, layers = self._model, self._weights[head.move_id][1]
-        build = partial(layer_of, model.config, tensors, dtype=model.dtype, device=model.device)
-        layers[head.layer] = await asyncio.to_thread(build)
+        layers = self._weights[head.move_id][1]
+        layers[head.layer] = await asyncio.to_thread(self._form.build, tensors)
         self._outgoing.put(WeightsAt(ask_id=head.ask_id))
 
     async def _close(self, head: Close) -> None:

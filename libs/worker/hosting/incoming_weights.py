@@ -1,20 +1,41 @@
-"""Weights of a module on their way in: pieces of tensors become tensors, and these become layers. Pure."""
+"""Weights of a module on their way in: pieces of tensors become tensors, and these become layers."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from libs.model.config import ModelConfig
-from libs.model.layer_weights import layer_tensor_shapes
+from libs.model.layer import Layer
+from libs.model.layer_weights import layer_of, layer_tensor_shapes
+from libs.model.model import Model
 from libs.worker.hosting.frames import BadFrame
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """What layers of a model look like. It holds no weights, lest those that left stay in memory."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> Layer:
+        """A layer of its tensors. Takes a while."""
+        return layer_of(self.config, tensors, dtype=self.dtype, device=self.device)
+
+
+def form_of(model: Model) -> LayerForm:
+    """The form of a model's layers."""
+    return LayerForm(model.config, model.dtype, model.device)
 
 
 class IncomingWeights:
     """Tensors of the layers of one module. Pieces of a tensor come in order; tensors and layers in any."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, layers: range) -> None:
-        self._shapes, self._dtype, self._layers = layer_tensor_shapes(config), dtype, layers
+    def __init__(self, form: LayerForm, layers: range) -> None:
+        self._shapes, self._dtype, self._layers = layer_tensor_shapes(form.config), form.dtype, layers
         self._tensors: dict[int, dict[str, torch.Tensor]] = {}
         self._num_taken: dict[tuple[int, str], int] = {}
 

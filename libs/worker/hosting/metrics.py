@@ -1,6 +1,6 @@
 """Metrics of moves and of modules that run elsewhere, or here for others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -15,60 +15,37 @@ class MoveMetrics:
     """Declared once, in the registry of the process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.phase_seconds = Histogram(
-            "kvmesh_migration_phase_seconds",
-            "How long a phase of a move of this instance took.",
-            ["phase"],
-            buckets=_PHASE_BUCKETS,
-            registry=registry,
-        )
-        self.bytes = Counter(
-            "kvmesh_migration_bytes_total",
-            "What moves of this instance copied: kv or weights.",
-            ["what"],
-            registry=registry,
-        )
-        self.pause_seconds = Histogram(
-            "kvmesh_migration_pause_seconds",
-            "How long a switch kept this instance from its steps.",
-            buckets=_PAUSE_BUCKETS,
-            registry=registry,
-        )
-        self.migrations = Counter(
-            "kvmesh_migrations_total",
-            "Moves of this instance that ended, by outcome: done or failed.",
-            ["outcome"],
-            registry=registry,
-        )
-        self.hosts_lost = Counter(
-            "kvmesh_hosts_lost_total",
-            "Hosts that were lost with modules of this instance.",
-            registry=registry,
-        )
-        self.host_call_seconds = Histogram(
-            "kvmesh_host_call_seconds",
-            "From a call to a host of modules of this instance to its answer.",
-            buckets=_STEP_BUCKETS,
-            registry=registry,
-        )
-        self.hosted_call_seconds = Histogram(
-            "kvmesh_hosted_step_seconds",
-            "From a guest's call, which is layers or an attention of its step, to its result.",
-            buckets=_STEP_BUCKETS,
-            registry=registry,
-        )
-        self._hosted_modules = Gauge(
-            "kvmesh_hosted_modules", "Modules of other instances that run here.", registry=registry
-        )
-        self._hosted_bytes = Gauge(
-            "kvmesh_hosted_bytes", "Memory that modules of other instances take here.", registry=registry
-        )
-        self._epoch = Gauge(
-            "kvmesh_placement_epoch", "How often this instance's placement changed.", registry=registry
-        )
-        self._modules_away = Gauge(
-            "kvmesh_modules_away", "Modules of this instance on other workers.", registry=registry
-        )
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(f"kvmesh_{name}", meaning, labels, registry=registry)
+
+        def gauge(name: str, meaning: str) -> Gauge:
+            return Gauge(f"kvmesh_{name}", meaning, registry=registry)
+
+        def histogram(name: str, meaning: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(f"kvmesh_{name}", meaning, labels, buckets=buckets, registry=registry)
+
+        what = "How long a phase of a move of this instance took."
+        self.phase_seconds = histogram("migration_phase_seconds", what, _PHASE_BUCKETS, "phase")
+        what = "What moves of this instance copied: kv or weights."
+        self.bytes = counter("migration_bytes_total", what, "what")
+        what = "How long a switch kept this instance from its steps."
+        self.pause_seconds = histogram("migration_pause_seconds", what, _PAUSE_BUCKETS)
+        what = "Moves of this instance that ended, by outcome: done or failed."
+        self.migrations = counter("migrations_total", what, "outcome")
+        what = "Hosts that were lost with modules of this instance."
+        self.hosts_lost = counter("hosts_lost_total", what)
+        what = "From a call to a host of modules of this instance to its answer."
+        self.host_call_seconds = histogram("host_call_seconds", what, _STEP_BUCKETS)
+        what = "From a guest's call, which is layers or an attention of its step, to its result."
+        self.hosted_call_seconds = histogram("hosted_step_seconds", what, _STEP_BUCKETS)
+        what = "Modules of other instances that run here."
+        self._hosted_modules = gauge("hosted_modules", what)
+        what = "Memory that modules of other instances take here."
+        self._hosted_bytes = gauge("hosted_bytes", what)
+        what = "How often this instance's placement changed."
+        self._epoch = gauge("placement_epoch", what)
+        what = "Modules of this instance on other workers."
+        self._modules_away = gauge("modules_away", what)
 
     def watch(
         self, hosted: Callable[[], tuple[Hosted, ...]], epoch: Callable[[], int], num_away: Callable[[], int]

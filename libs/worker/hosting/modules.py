@@ -12,6 +12,7 @@ from libs.transport.port import Transport
 from libs.worker.hosting.guest import ModuleHosting
 from libs.worker.hosting.home import Home
 from libs.worker.hosting.host_links import HostLinks
+from libs.worker.hosting.incoming_weights import form_of
 from libs.worker.hosting.metrics import MoveMetrics
 from libs.worker.hosting.mover import Mover
 from libs.worker.hosting.server import HostingServer
@@ -47,7 +48,7 @@ class Modules:
         roster: Roster,
     ) -> None:
         self._runtime, self._transport, self._settings = runtime, transport, settings
-        self._model, self._engine = model, engine
+        self._form, self._engine = form_of(model), engine
         self._fingerprint = fingerprint_of(settings, model)
         metrics = MoveMetrics(runtime.registry)
         self._mover = Mover(
@@ -93,7 +94,7 @@ class Modules:
             self._server = HostingServer(
                 await self._transport.listen(self._settings.link_host),
                 self._engine.hosting,
-                self._model,
+                self._form,
                 self._runtime.spawn,
                 self._mover.hosting_changed,
                 self._metrics.hosted_call_seconds.observe,

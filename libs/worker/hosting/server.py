@@ -6,10 +6,10 @@ from typing import NoReturn
 
 import structlog
 
-from libs.model.model import Model
 from libs.runtime.runtime import Spawn
 from libs.transport.port import Link, Listener
 from libs.worker.hosting.guest import Guest, ModuleHosting
+from libs.worker.hosting.incoming_weights import LayerForm
 
 log = structlog.get_logger()
 
@@ -21,7 +21,7 @@ class HostingServer:
         self,
         listener: Listener,
         hosting: ModuleHosting,
-        model: Model,
+        form: LayerForm,
         spawn: Spawn,
         on_change: Callable[[], None],
         on_call_done: Callable[[float], None],
@@ -30,7 +30,7 @@ class HostingServer:
         lease_seconds: float,
         send_timeout_seconds: float,
     ) -> None:
-        self._listener, self._hosting, self._model, self._spawn = listener, hosting, model, spawn
+        self._listener, self._hosting, self._form, self._spawn = listener, hosting, form, spawn
         self._on_change, self._on_call_done = on_change, on_call_done
         self._fingerprint = fingerprint
         self._lease_seconds, self._send_timeout_seconds = lease_seconds, send_timeout_seconds
@@ -84,7 +84,7 @@ class HostingServer:
         return Guest(
             link,
             self._hosting,
-            self._model,
+            self._form,
             fingerprint=self._fingerprint,
             lease_seconds=self._lease_seconds,
             send_timeout_seconds=self._send_timeout_seconds,
