@@ -10,31 +10,34 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from services.bench.balance_load import Phase, Seen, moves_in, run_phase
+from services.bench.balance_load import Phase, Seen, moves_in, run_phase, wait_for_all
+from services.bench.balance_simulated import predicted_gain
 from services.bench.figures import Figure
 from services.bench.mesh_overhead import running_mesh
 
 AIM = 1.3
-SHARE = "0.25"
+SHARE = 0.25
+MAX_STEP_TOKENS = 512
+NUM_BLOCKS, NUM_SMALL_BLOCKS = 1024, 160
 WORKERS = (
-    *("--prefill", "2", "--decode", "2", "--threads", "1", "--dtype", "bfloat16", "--device-share", SHARE),
-    *("--stores", "0", "--max-model-len", "1280"),
+    *("--prefill", "2", "--decode", "2", "--stores", "0", "--threads", "1", "--dtype", "bfloat16"),
+    # Steps of a quarter, so that they take as long as those of a whole device.
+    *("--device-share", f"{SHARE}", "--max-num-batched-tokens", f"{MAX_STEP_TOKENS}"),
 )
-NUM_BLOCKS, NUM_SMALL_BLOCKS = 1024, 192
 POOLS = "[prefill_worker]\nnum_blocks = {}\n[decode_worker]\nnum_blocks = {}\n"
 SKEWED = (
-    Phase("long prompts", prompt_tokens=1024, output_tokens=4, num_requests=48, num_clients=12),
-    Phase("long answers", prompt_tokens=32, output_tokens=192, num_requests=96, num_clients=24),
+    Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=30.0, num_clients=12),
+    Phase("long answers", prompt_tokens=64, output_tokens=192, seconds=30.0, num_clients=24),
 )
 PACE = 0.75
 """Of the rate that the mesh without moves reached with long answers, at which peaks are compared."""
-PACED_SECONDS = 16.0
-CROWDED = Phase("long answers in a small pool", 32, 480, num_requests=48, num_clients=48)
-"""Decode workers with room for a few of its sequences each."""
+PACED_SECONDS = 12.0
+CROWDED = Phase("long answers, small pool", prompt_tokens=32, output_tokens=384, seconds=30.0, num_clients=48)
+"""Decode workers have room for a few of its sequences each."""
 HEADS_ONLY = ("--no-moves-layers",)
 ON, OFF = "--automatic", "--no-automatic"
 WORDS = {ON: "on", OFF: "off"}
-DECODE = "decode"
+PREFILL, DECODE = "prefill", "decode"
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Outcome:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all phases."""
-        return sum(one.num_tokens for one in self.phases) / sum(one.seconds for one in self.phases)
+        """Over all phases, which take equally long."""
+        return sum(one.tokens_per_second for one in self.phases) / len(self.phases)
 
 
 def measure_balance(say: Callable[[str], None]) -> list[Figure]:
@@ -63,21 +66,22 @@ def measure_balance(say: Callable[[str], None]) -> list[Figure]:
 def _skewed(switch: str, say: Callable[[str], None], paced_rate: float | None = None) -> Outcome:
     """First one kind of worker is short, then the other, then requests come at a pace."""
     seen: list[Seen] = []
-    with _mesh(NUM_BLOCKS, switch) as url:
+    with _mesh(NUM_BLOCKS, "--max-model-len", "1280", switch) as url:
         for phase in SKEWED:
             say(f"coordinator {WORDS[switch]}: {phase.name}, {phase.num_clients} clients")
             seen.append(run_phase(url, phase))
-        last = SKEWED[-1]
-        rate = paced_rate or PACE * last.num_requests / seen[-1].seconds
-        say(f"coordinator {WORDS[switch]}: {last.name}, {rate:.2f} a second")
-        num_requests = max(1, round(rate * PACED_SECONDS))
-        paced = replace(last, num_requests=num_requests, num_clients=1024, rate=rate, seed=last.seed + 1)
+        last = seen[-1]
+        rate = paced_rate or PACE * last.num_answer_tokens / last.phase.output_tokens / last.phase.seconds
+        say(f"coordinator {WORDS[switch]}: {last.phase.name}, {rate:.2f} a second")
+        paced = replace(
+            last.phase, seconds=PACED_SECONDS, num_clients=1024, rate=rate, seed=last.phase.seed + 1
+        )
         return Outcome(seen, run_phase(url, paced), rate)
 
 
 def _crowded(switch: str, say: Callable[[str], None]) -> Seen:
     say(f"coordinator {WORDS[switch]}: {CROWDED.name}")
-    with _mesh(NUM_SMALL_BLOCKS, switch, *HEADS_ONLY) as url:
+    with _mesh(NUM_SMALL_BLOCKS, "--max-model-len", "512", switch, *HEADS_ONLY) as url:
         return run_phase(url, CROWDED)
 
 
@@ -87,11 +91,21 @@ def _mesh(num_decode_blocks: int, *flags: str) -> Generator[str]:
         config.write(POOLS.format(NUM_BLOCKS, num_decode_blocks))
         config.flush()
         with running_mesh(*WORKERS, *flags, "--config", config.name) as url:
+            wait_for_all(url, num_workers=4)
             yield url
 
 
 def skewed_figures(off: Outcome, on: Outcome) -> list[Figure]:
     """On against off, by phase and together."""
+    long_prompts, long_answers = off.phases
+    predicted = predicted_gain(
+        long_prompts,
+        long_answers,
+        device_share=SHARE,
+        num_blocks=NUM_BLOCKS,
+        max_step_tokens=MAX_STEP_TOKENS,
+    )
+    gain = on.tokens_per_second / off.tokens_per_second
     figures = [
         Figure(
             "skewed load: tokens/s, coordinator on",
@@ -100,7 +114,8 @@ def skewed_figures(off: Outcome, on: Outcome) -> list[Figure]:
             off.tokens_per_second,
             "off",
             at_least=AIM * off.tokens_per_second,
-        )
+        ),
+        Figure("skewed load: times as many tokens/s", gain, "", predicted, "simulator"),
     ]
     for phase, without, with_moves in zip(SKEWED, off.phases, on.phases, strict=True):
         figures += _phase_figures(phase.name, without, with_moves)
@@ -121,9 +136,7 @@ def skewed_figures(off: Outcome, on: Outcome) -> list[Figure]:
 
 def _phase_figures(name: str, off: Seen, on: Seen) -> list[Figure]:
     return [
-        Figure(
-            f"{name}: tokens/s", on.num_tokens / on.seconds, "tokens/s", off.num_tokens / off.seconds, "off"
-        ),
+        Figure(f"{name}: tokens/s", on.tokens_per_second, "tokens/s", off.tokens_per_second, "off"),
         *_latency_figures(name, off, on),
         Figure(f"{name}: peak utilization", on.peak_utilization, "", off.peak_utilization, "off"),
         Figure(f"{name}: moves", len(moves_in(on.rounds)), ""),

@@ -2,6 +2,8 @@
 the coordinator sees them."""
 
 import json
+import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,6 +19,11 @@ import httpx
 
 LOOK_SECONDS = 0.5
 MAX_ROUNDS = 200
+MAX_REQUESTS = 600
+"""More than there is time for."""
+_START_SECONDS = 60.0
+_CUT = 130
+"""How `loadtest` ends when it is cut."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,8 @@ class Phase:
     name: str
     prompt_tokens: int
     output_tokens: int
-    num_requests: int
+    seconds: float
+    """Then it is cut."""
     num_clients: int = 1024
     rate: float = 0.0
     seed: int = 7
@@ -36,7 +44,7 @@ class Phase:
 class Seen:
     """One phase on one mesh."""
 
-    seconds: float = 0.0
+    phase: Phase
     records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Of each request, as `loadtest --records` writes them."""
     loads: list[dict[str, dict[str, Any]]] = field(default_factory=list[dict[str, dict[str, Any]]])
@@ -46,13 +54,19 @@ class Seen:
 
     @property
     def num_failed(self) -> int:
-        """Requests whose answer did not come whole."""
-        return sum(bool(one["error"]) or one["was_cancelled"] for one in self.records)
+        """Requests that ended with an error; those that the end of the phase cut did not."""
+        return sum(bool(one["error"]) for one in self.records)
 
     @property
-    def num_tokens(self) -> int:
-        """Of prompts and answers."""
-        return sum((one["num_prompt_tokens"] or 0) + (one["num_told_tokens"] or 0) for one in self.records)
+    def num_answer_tokens(self) -> int:
+        """Of all answers, also those that were cut."""
+        return sum(len(one["token_seconds"]) for one in self.records)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of prompts that got their first token, and of answers."""
+        num_begun = sum(bool(one["token_seconds"]) for one in self.records)
+        return (num_begun * self.phase.prompt_tokens + self.num_answer_tokens) / self.phase.seconds
 
     @property
     def first_token_seconds(self) -> list[float]:
@@ -75,36 +89,53 @@ class Seen:
         return _mean_peak(self.rounds, "compute")
 
     def mean_running(self, kind: str) -> float:
-        """Sequences in steps of all workers of that kind together, on average; beginning and end of the load
-        left out."""
-        counts = [
-            sum(load["num_running"] for name, load in look.items() if name.startswith(kind))
-            for look in self.loads
-        ]
-        quarter = len(counts) // 4
-        return statistics.fmean(counts[quarter : len(counts) - quarter] or [0])
+        """Sequences in steps of all workers of that kind together, on average; the first half of the phase,
+        in which modules move, is left out."""
+        counts = [sum(load["num_running"] for load in _of(kind, look)) for look in self.loads]
+        return statistics.fmean(counts[len(counts) // 2 :] or [0])
+
+    def busy_seconds(self, kind: str, *, of_steps: bool) -> float:
+        """What a token costs the workers of that kind, or a step of all their sequences."""
+        loads = [load for look in self.loads for load in _of(kind, look) if load["num_running"]]
+        done = sum(load["tokens_per_second"] / (load["num_running"] if of_steps else 1) for load in loads)
+        return sum(load["busy_share"] for load in loads) / done if done else 0.0
+
+
+def wait_for_all(url: str, *, num_workers: int) -> None:
+    """Until so many workers and the coordinator's loop take part: a pair of workers is enough for /ready."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        answer = httpx.get(f"{url}/v1/mesh/explain", params={"rounds": 1})
+        rounds = answer.json()["rounds"] if answer.status_code == 200 else []
+        if rounds and len(rounds[0]["devices"]) == num_workers:
+            return
+        time.sleep(LOOK_SECONDS)
+    raise RuntimeError(f"the coordinator does not see {num_workers} workers within {_START_SECONDS:g} s")
 
 
 def run_phase(url: str, phase: Phase) -> Seen:
-    """Returns when the last answer is there."""
-    seen, began_unix = Seen(), time.time()
+    """Returns when its time is over."""
+    seen, began_unix = Seen(phase), time.time()
     pace = ("--rate", f"{phase.rate:g}") if phase.rate else ("--rate", "inf")
+    num_requests = math.ceil(phase.rate * phase.seconds) if phase.rate else MAX_REQUESTS
     with tempfile.TemporaryDirectory(prefix="kvmesh-balance-") as folder:
-        records, report = Path(folder, "records.jsonl"), Path(folder, "report.json")
+        records = Path(folder, "records.jsonl")
         command = [
             *(sys.executable, "-m", "loadtest", "--url", url, "--ignore-eos", "--seed", str(phase.seed)),
-            *("--arrivals", "constant", *pace, "--num", str(phase.num_requests)),
+            *("--arrivals", "constant", *pace, "--num", str(num_requests)),
             *("--max-in-flight", str(phase.num_clients), "--prefix-tokens", "0"),
             *("--suffix-tokens", str(phase.prompt_tokens), "--output-tokens", str(phase.output_tokens)),
-            *("--records", str(records), "--output", str(report)),
+            *("--records", str(records), "--output", str(Path(folder, "report.json"))),
         ]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as load:
+        load = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
             _look_on(url, load, seen)
-            if load.returncode:
-                said = load.stderr.read() if load.stderr is not None else ""
-                raise RuntimeError(f"the load ended with {load.returncode}: {said}")
+        finally:
+            load.send_signal(signal.SIGINT)
+            _, said = load.communicate()
+        if load.returncode not in (0, _CUT):
+            raise RuntimeError(f"the load ended with {load.returncode}: {said}")
         seen.records = [json.loads(line) for line in records.read_text().splitlines()]
-        seen.seconds = json.loads(report.read_text())["seconds"]
     seen.rounds = [one for one in _rounds(url) if one["unix_seconds"] >= began_unix]
     return seen
 
@@ -115,17 +146,19 @@ def moves_in(rounds: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _look_on(url: str, load: subprocess.Popen[str], seen: Seen) -> None:
+    """Until the load ends, or its time is over."""
+    ends_at = time.monotonic() + seen.phase.seconds
     with httpx.Client(base_url=url) as client:
-        while True:
-            try:
-                load.wait(timeout=LOOK_SECONDS)
-            except subprocess.TimeoutExpired:
-                services = client.get("/v1/mesh").json()["services"]
-                seen.loads.append(
-                    {one["name"]: one["load"] for one in services if "worker" in one["kind"] and one["load"]}
-                )
-            else:
-                return
+        while load.poll() is None and time.monotonic() < ends_at:
+            services = client.get("/v1/mesh").json()["services"]
+            seen.loads.append(
+                {one["name"]: one["load"] for one in services if "worker" in one["kind"] and one["load"]}
+            )
+            time.sleep(LOOK_SECONDS)
+
+
+def _of(kind: str, look: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [load for name, load in look.items() if name.startswith(kind)]
 
 
 def _rounds(url: str) -> list[dict[str, Any]]:
