@@ -8,7 +8,7 @@ from typing import NoReturn
 import structlog
 
 from libs.bus.messages.migration import MoveRecord, MoveTold, PlacementTold
-from libs.bus.port import Bus, BusError
+from libs.bus.port import Bus, BusError, NotConnected, Overloaded
 
 TELL_SECONDS = 1.0
 _MAX_UNTOLD = 64
@@ -49,6 +49,10 @@ class Telling:
 
     async def _tell(self) -> None:
         while self._untold:
-            await self._bus.publish(MoveTold(move=self._untold[0]))
-            self._untold.popleft()
+            record = self._untold.popleft()
+            try:
+                await self._bus.publish(MoveTold(move=record))
+            except (NotConnected, Overloaded):  # any other would come again each time
+                self._untold.appendleft(record)
+                raise
         await self._bus.publish(self._placement())

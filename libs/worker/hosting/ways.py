@@ -1,9 +1,9 @@
 """The two ways that a module moves: what each asks of the host, of the weights and of the engine."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
@@ -44,6 +44,25 @@ class Way(Protocol):
         ...
 
 
+class _Beginning:
+    """The engine's beginning of a move. It may wait its turn there, and comes to its end although nobody
+    waits for it any more: a move is cancelled after it."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[int] | None = None
+
+    async def run(self, begin: Coroutine[Any, Any, int]) -> int:
+        """What it gives."""
+        self._task = asyncio.create_task(begin)
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._task)
+
+    async def over(self) -> None:
+        """Returns when it has ended, or was never asked for."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+
 class Away:
     """From home to a host. `connect` gives the Link, a new one or one that stands."""
 
@@ -58,6 +77,7 @@ class Away:
         self._home, self._connect, self._placed = home, connect, placed
         self._num_blocks_least = num_blocks_least
         self._host: HostLink | None = None
+        self._beginning = _Beginning()
 
     async def reserve(self) -> None:
         """See Way. What is asked for is what the home could make use of."""
@@ -85,7 +105,7 @@ class Away:
                 for name, tensor in tensors.items():
                     await self._send(host, layer, name, tensor, count_weights)
             model_after = model.without_layers(placed.module.layers)
-        return await self._home.begin_move(placed, host, model_after=model_after)
+        return await self._beginning.run(self._home.begin_move(placed, host, model_after=model_after))
 
     async def settle(self) -> None:
         """See Way."""
@@ -96,6 +116,7 @@ class Away:
 
     async def roll_back(self) -> None:
         """See Way."""
+        await self._beginning.over()
         await self._home.cancel_move(self._placed.move_id)
         if self._host is not None:
             with suppress(HostLost):  # nothing of it is left there then
@@ -122,6 +143,7 @@ class Return:
     def __init__(self, home: Home, find: Callable[[], HostLink | None], placed: Placed) -> None:
         self._home, self._find, self._placed = home, find, placed
         self._model_after: Model | None = None
+        self._beginning = _Beginning()
 
     async def reserve(self) -> None:
         """See Way. Weights that travelled are read again from where the model was loaded."""
@@ -132,7 +154,8 @@ class Return:
 
     async def begin(self, count_weights: CountWeights) -> int:
         """See Way."""
-        return await self._home.begin_return(self._placed.move_id, model_after=self._model_after)
+        begin = self._home.begin_return(self._placed.move_id, model_after=self._model_after)
+        return await self._beginning.run(begin)
 
     async def settle(self) -> None:
         """See Way. What is read is there when it was read."""
@@ -146,4 +169,5 @@ class Return:
     async def roll_back(self) -> None:
         """See Way."""
         self._model_after = None
+        await self._beginning.over()
         await self._home.cancel_move(self._placed.move_id)
