@@ -106,9 +106,7 @@ def reason(asked: StartMove, standing: Standing = STANDING, host: Presence | Non
 
 
 def present(**facts: object) -> Presence:
-    return Presence(
-        **{**{name: getattr(HOST, name) for name in HOST.__struct_fields__}, **facts}
-    )
+    return Presence(**{**{name: getattr(HOST, name) for name in HOST.__struct_fields__}, **facts})
 
 
 def test_a_module_goes_where_the_order_says() -> None:
