@@ -58,16 +58,13 @@ async def _measure(dtype: str, say: Callable[[str], None]) -> Measured:
             quiet_gap_seconds=longest_gap(mesh.streams, began, ended),
             quiet_step_seconds=median_gap(mesh.frames, began, ended),
         )
-        before = median_gap(mesh.frames, ended - LOOK_SECONDS, ended)
         for kind in kinds_of(shape.num_layers, shape.num_kv_heads):
             say(f"{kind.name}, away and back")
-            trip = await _trip(mesh, kind, measured, before)
-            measured.trips.append(trip)
-            before = trip.home.after_seconds
+            measured.trips.append(await _trip(mesh, kind, measured))
     return measured
 
 
-async def _trip(mesh: WatchedMesh, kind: MoveKind, measured: Measured, before: float) -> Trip:
+async def _trip(mesh: WatchedMesh, kind: MoveKind, measured: Measured) -> Trip:
     away = await _watch(mesh, kind.asked, measured)
     home = await _watch(mesh, {"return_of": away.record["id"]}, measured)
     num_context = away.num_live_blocks * measured.shape.block_size // NUM_STREAMS
@@ -82,7 +79,7 @@ async def _trip(mesh: WatchedMesh, kind: MoveKind, measured: Measured, before: f
         remote_attention_seconds=remote,
         local_attention_seconds=local,
     )
-    return Trip(kind, before, away, home, formula)
+    return Trip(kind, away, home, formula)
 
 
 async def _watch(mesh: WatchedMesh, asked: dict[str, Any], measured: Measured) -> Watched:
@@ -93,6 +90,7 @@ async def _watch(mesh: WatchedMesh, asked: dict[str, Any], measured: Measured) -
     _, looked = await _look(LOOK_SECONDS)
     return Watched(
         record=record,
+        before_seconds=median_gap(mesh.frames, began - LOOK_SECONDS, began),
         client_gap_seconds=longest_gap(mesh.streams, began, ended),
         worker_gap_seconds=longest_gap([mesh.frames], began, ended),
         during_seconds=median_gap(mesh.frames, began, ended),

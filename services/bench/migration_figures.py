@@ -25,19 +25,15 @@ def trip_figures(measured: Measured, trip: Trip) -> list[Figure]:
     blocks_away = measured.expected_blocks(trip.kind)
     return [
         *_move_figures(f"{name}, away", measured, trip, away, blocks_away),
-        _milliseconds(f"{name}: step while away", away.after_seconds, trip.before_seconds, "at home"),
-        _milliseconds(
-            f"{name}: longer by, for each step", trip.overhead_seconds, trip.formula_seconds, "formula"
-        ),
+        _milliseconds(f"{name}: added to each step", trip.overhead_seconds, trip.formula_seconds, "formula"),
         *_move_figures(f"{name}, back", measured, trip, home, measured.num_blocks),
-        _milliseconds(f"{name}: step after the way back", home.after_seconds, trip.before_seconds, "before"),
     ]
 
 
 def _move_figures(
     name: str, measured: Measured, trip: Trip, watched: Watched, num_blocks: int
 ) -> list[Figure]:
-    record, step = watched.record, trip.before_seconds
+    record, step = watched.record, watched.before_seconds
     most = trip.kind.most_steps
     module, shape = trip.kind.module, measured.shape
     live = kv_bytes(shape, module, watched.num_live_blocks)
@@ -46,7 +42,8 @@ def _move_figures(
         _steps(f"{name}: longest gap at clients", watched.client_gap_seconds, step, most),
         _steps(f"{name}: longest gap at the worker", watched.worker_gap_seconds, step, most),
         _steps(f"{name}: pause", record["pause_seconds"], step),
-        _steps(f"{name}: median step during the move", watched.during_seconds, step),
+        _steps(f"{name}: step during the move", watched.during_seconds, step),
+        _steps(f"{name}: step after it", watched.after_seconds, step),
         Figure(
             f"{name}: KV copied, {record['num_rounds']} rounds more",
             record["num_kv_bytes"] / MIB,
@@ -65,7 +62,7 @@ def _move_figures(
 
 def _steps(name: str, seconds: float, step_seconds: float, most: float | None = None) -> Figure:
     at_most = None if most is None else most * step_seconds * 1e3
-    return Figure(name, seconds * 1e3, "ms", step_seconds * 1e3, "median step", at_most=at_most)
+    return Figure(name, seconds * 1e3, "ms", step_seconds * 1e3, "step before", at_most=at_most)
 
 
 def _milliseconds(

@@ -56,11 +56,14 @@ class Watched:
     """One move, one way."""
 
     record: dict[str, Any]
-    client_gap_seconds: float
-    worker_gap_seconds: float
+    before_seconds: float
+    """Median step, just before it."""
     during_seconds: float
     """Median step."""
     after_seconds: float
+    """Median step."""
+    client_gap_seconds: float
+    worker_gap_seconds: float
     num_live_blocks: int
     """That the streams held when it began."""
 
@@ -70,8 +73,6 @@ class Trip:
     """Away and back."""
 
     kind: MoveKind
-    before_seconds: float
-    """Median step at home."""
     away: Watched
     home: Watched
     formula_seconds: float
@@ -80,7 +81,7 @@ class Trip:
     @property
     def overhead_seconds(self) -> float:
         """What a step did take longer; contexts grow meanwhile, so home is measured on both sides."""
-        return self.away.after_seconds - (self.before_seconds + self.home.after_seconds) / 2
+        return self.away.after_seconds - (self.away.before_seconds + self.home.after_seconds) / 2
 
 
 @dataclass
