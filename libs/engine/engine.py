@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -21,22 +21,20 @@ from libs.engine.engine_core import EngineCore
 from libs.engine.engine_thread import Command, EngineThread, Post
 from libs.engine.errors import EngineClosed, EngineDied, TooManyCommands
 from libs.engine.hosting.hosting import Hosting
-from libs.engine.hosting.port import Answer, Host
+from libs.engine.hosting.port import Answer
 from libs.engine.listener_calls import listener_calls
 from libs.engine.meter import Meter
-from libs.engine.moves import Moves
+from libs.engine.moving import Moving
 from libs.engine.outputs import (
-    CopyProgress,
     EngineListener,
     LayerOutput,
     Reservation,
     SequenceFailed,
-    Switched,
     TokenOutput,
 )
 from libs.engine.settings import EngineSettings
 from libs.model.model import Model
-from libs.placement.placement import Placed, Placement, all_home
+from libs.placement.placement import Placement, all_home
 from libs.request.generation import Generation
 
 __all__ = [
@@ -68,7 +66,7 @@ class Engine:
     ) -> None:
         self._listener = listener
         self._settings = settings
-        self._placement = all_home(home, model.config.num_layers, model.config.num_kv_heads)
+        self._at_first = all_home(home, model.config.num_layers, model.config.num_kv_heads)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._away = Meter()
         self._open: Callable[..., EngineCore] = lambda on_layers, between_layers: EngineCore(
@@ -85,6 +83,7 @@ class Engine:
         )
         self._thread: EngineThread | None = None
         self._hosting: Hosting | None = None
+        self._moving: Moving | None = None
         self._opened: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._death: Exception | None = None
@@ -99,6 +98,7 @@ class Engine:
         self._opened, self._ended = loop.create_future(), loop.create_future()
         self._thread = EngineThread(self._open, self._hear, loop=loop, num_threads=self._settings.num_threads)
         self._hosting = Hosting(self._thread, self._ask)
+        self._moving = Moving(self._thread, self._ask, self._at_first)
         self._thread.start()
         await asyncio.shield(self._opened)
 
@@ -229,76 +229,17 @@ class Engine:
             raise EngineClosed("the engine was not started")
         return self._hosting
 
+    @property
+    def moving(self) -> Moving:
+        """Moves of this instance's modules to other workers. Raises EngineClosed before `start`."""
+        if self._moving is None:
+            raise EngineClosed("the engine was not started")
+        return self._moving
+
     def wake(self) -> None:
         """The answer of a host has come; from any thread."""
         if self._thread is not None:
             self._thread.wake()
-
-    async def model_here(self) -> Model:
-        """The model, less the layers whose weights are away."""
-        model: Model = await self._ask(lambda core: core.model)
-        return model
-
-    @property
-    def placement(self) -> Placement:
-        """Where the instance's modules are, as of the last change that `on_placement` told."""
-        return self._placement
-
-    async def capacity_with(self, placed: Placed) -> int:
-        """Blocks that this worker's own memory would hold after that move: what to ask the host for.
-
-        Of lent blocks: those here, without any lent. Raises BadPlacement.
-        """
-        num_blocks: int = await self._ask(lambda core: core.moves.home_blocks_with(placed))
-        return num_blocks
-
-    async def begin_move(self, placed: Placed, host: Host, *, model_after: Model | None = None) -> int:
-        """A module begins to move to `host`, which holds `placed.num_blocks` for it; returns the blocks to
-        copy. `model_after` where its weights travel: the model without them.
-
-        One move at a time. From now on `copy_some` until little is left, then `switch`; or `cancel_move`.
-        Raises MoveRefused, BadPlacement.
-        """
-        num_blocks: int = await self._move(lambda moves: moves.begin(placed, host, model_after))
-        return num_blocks
-
-    async def begin_return(self, move_id: str, *, model_after: Model | None = None) -> int:
-        """The module that this move brought away begins to come home; goes on as after `begin_move`.
-        `model_after` where its weights had travelled: the model with them. Raises MoveRefused.
-        """
-        num_blocks: int = await self._move(lambda moves: moves.begin_return(move_id, model_after))
-        return num_blocks
-
-    async def copy_some(self, move_id: str, max_bytes: int) -> CopyProgress:
-        """Copies a piece of KV between two steps, at least a block. Raises MoveRefused, HostLost."""
-        progress: CopyProgress = await self._move(lambda moves: moves.copy_some(move_id, max_bytes))
-        return progress
-
-    async def switch(self, move_id: str) -> Switched:
-        """Between two steps: the last of the KV, the new layout, the new placement.
-
-        Waits until no step is put aside; cancel the move to end the wait. Raises MoveRefused, HostLost.
-        """
-        switched, pool = await self._ask(
-            lambda core: (core.move(lambda moves: moves.switch(move_id)), core.pool)
-        )
-        await asyncio.to_thread(pool.touch_own)  # where weights left, the pool got memory never used before
-        return cast("Switched", switched)
-
-    async def cancel_move(self, move_id: str) -> None:
-        """Nothing moves; no effect where it has switched, or never began."""
-        await self._move(lambda moves: moves.cancel(move_id))
-
-    async def lose_host(self, worker: str, why: str) -> None:
-        """A host is gone: its modules are home again, without their KV.
-
-        Sequences are computed again from their tokens; those that await KV from outside fail with PEER_LOST.
-        No effect where it hosts nothing. Ends the engine where weights that travelled cannot be read again.
-        """
-        await self._ask(lambda core: core.lose_host(worker, why))
-
-    async def _move(self, act: Callable[[Moves], Any]) -> Any:
-        return await self._ask(lambda core: core.move(act))
 
     def _wait(self, worker: str, answer: Answer) -> torch.Tensor:
         """On the engine's thread."""
@@ -316,7 +257,8 @@ class Engine:
             return
 
     def _hear_placement(self, placement: Placement, lost: str) -> None:
-        self._placement = placement
+        if self._moving is not None:
+            self._moving.placement = placement
         self._listener.on_placement(placement, lost)
 
     def load(self) -> WorkerLoad:
@@ -353,7 +295,13 @@ class Engine:
     def _is_over(self) -> bool:
         return self._ended is not None and self._ended.done()
 
-    async def _ask(self, act: Callable[[EngineCore], Any], *, between_layers: bool = False) -> Any:
+    async def _ask(
+        self,
+        act: Callable[[EngineCore], Any],
+        *,
+        between_layers: bool = False,
+        in_step: Callable[[EngineCore], Any] | None = None,
+    ) -> Any:
         if self._death is not None:
             raise EngineDied(f"the engine's thread ended: {self._death}")
         if self._thread is None or self._is_closing or self._is_over:
@@ -361,7 +309,7 @@ class Engine:
         if len(self._thread.mailbox) >= _MAX_COMMANDS:
             raise TooManyCommands(f"{_MAX_COMMANDS} commands wait already; await their answers first")
         answer = asyncio.get_running_loop().create_future()
-        self._thread.mailbox.put(Command(act, answer, between_layers))
+        self._thread.mailbox.put(Command(act, answer, between_layers, in_step))
         return await answer
 
     def _hear(self, post: Post) -> None:

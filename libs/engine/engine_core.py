@@ -68,8 +68,8 @@ class EngineCore:
     """Model, pool and sequences of one worker.
 
     `on_layers` hears KV to hand over while a step runs; `between_layers` is called after each layer, and may
-    call `write_blocks` and run pieces of `hosted`, and nothing else. So may `wait`, which waits for hosts;
-    `away` measures it.
+    call `write_blocks` and `moves.copy_in_step` and run pieces of `hosted`, nothing else. `wait`, which waits
+    for hosts, may do the first and the last of these; `away` measures it.
     """
 
     def __init__(
@@ -236,6 +236,8 @@ class EngineCore:
             if output.is_idle:
                 self._has_just_loaded = self._step_loading(output)
                 output.is_idle = not self._has_just_loaded
+        if lost := self.moves.take_lost():
+            self.lose_host(lost.worker, str(lost))
         output.failed += self._failed
         self._failed = []
         output.stored, output.removed = self.ledger.allocator.take_changes()

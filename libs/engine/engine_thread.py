@@ -6,6 +6,7 @@ loop, one call per step. When the loop falls behind by `_MAX_POSTED` calls, the 
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from libs.kv.layer_groups import layers_per_frame
 from libs.request.outcome import FailureReason
 
 _MAX_POSTED = 64
+_PIECE_GAP_SECONDS = 0.05
+"""Between two pieces of a move where steps are long; short ones have one piece after each."""
 
 _log = structlog.get_logger(__name__)
 
@@ -43,6 +46,9 @@ class Command:
     between_layers: bool = False
     """A write into blocks that await it: harmless while a step runs, which may be long, and ahead of other
     commands, since what the write needs was answered before."""
+    in_step: Callable[[EngineCore], Any] | None = None
+    """What is done instead of `act` in the middle of a long step, where it may be done there, too; ahead of
+    other commands."""
     is_abort_of: str = ""
 
 
@@ -92,6 +98,8 @@ class EngineThread:
         self._core: EngineCore | None = None
         self._turns: DeviceTurns | None = None
         self._deferred: list[Command] = []
+        self._is_between_layers = False
+        self._copied_piece_at = 0.0
         self._is_stopping = False
         self._leaving: list[LayerOutput] = []
         self._num_leaving_layers = self._num_layers = 0
@@ -227,8 +235,9 @@ class EngineThread:
     def _apply(self, core: EngineCore, command: Command, post: Post) -> None:
         result: Any = None
         refusal: Exception | None = None
+        act = command.in_step if self._is_between_layers and command.in_step else command.act
         try:
-            result = command.act(core)
+            result = act(core)
         except NotYet:
             self._deferred.append(command)
             return
@@ -236,6 +245,8 @@ class EngineThread:
             if command.answer is None:
                 raise
             refusal = error
+        if command.in_step:
+            self._copied_piece_at = time.monotonic()
         if command.is_abort_of:
             post.aborted.append(command.is_abort_of)
         if isinstance(result, SequenceFailed):
@@ -257,21 +268,35 @@ class EngineThread:
         return leaving
 
     def _between_layers(self) -> None:
-        self._write_between_layers()
-        if self._turns is not None:
-            self._turns.between_layers()
+        self._is_between_layers = True
+        try:
+            self._write_between_layers()
+            if self._turns is not None:
+                self._turns.between_layers()
+        finally:
+            self._is_between_layers = False
 
     def _write_between_layers(self) -> None:
-        if not self.mailbox or self._core is None:
+        """Called while hosts are waited for, too. No piece is copied then: it may be a move that waits."""
+        if self._core is None or not (self.mailbox or self._deferred):
             return
-        writes = self.mailbox.take(lambda command: command.between_layers)
-        if not writes:
-            return
+        commands = self.mailbox.take(lambda command: command.between_layers)
+        if self._is_between_layers and time.monotonic() - self._copied_piece_at >= _PIECE_GAP_SECONDS:
+            commands += self._take_piece()
         post = Post()
-        for write in writes:
-            self._apply(self._core, write, post)
-        self.load = self._core.load()
-        self._post(post)
+        for command in commands:
+            self._apply(self._core, command, post)
+        if not post.is_empty:
+            self.load = self._core.load()
+            self._post(post)
+
+    def _take_piece(self) -> list[Command]:
+        """The first one that waits. Others stay in order among themselves."""
+        self._deferred += self.mailbox.take(lambda command: command.in_step is not None)
+        for index, command in enumerate(self._deferred):
+            if command.in_step is not None:
+                return [self._deferred.pop(index)]
+        return []
 
     def _refuse_commands(self, end: Post) -> None:
         error = EngineClosed("the engine is closed") if end.death is None else EngineDied(f"{end.death}")

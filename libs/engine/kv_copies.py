@@ -1,4 +1,4 @@
-"""The KV of one module on its way, piece by piece, between steps."""
+"""The KV of one module on its way, piece by piece."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol

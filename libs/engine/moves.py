@@ -1,7 +1,8 @@
 """Live moves of this instance's modules, on the engine's thread: begin, copy in pieces, switch or cancel.
 
-While pieces are copied steps go on; blocks that they write are copied again. The switch copies the last of
-them between two steps, and the next step runs under the new placement.
+Pieces are copied between two steps, or between two layers of a long one; blocks that steps write meanwhile
+are copied again. The switch copies the last of them between two steps, and the next step runs under the new
+placement.
 """
 
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from libs.engine.errors import MoveRefused, NoRoom
 from libs.engine.home import Home
 from libs.engine.hosting.hosted_modules import HostedModules
-from libs.engine.hosting.port import Host
+from libs.engine.hosting.port import Host, HostLost
 from libs.engine.kv_copies import KvAway, KvCopy, KvHome
 from libs.engine.not_yet import NotYet
 from libs.engine.outputs import CopyProgress, Switched
@@ -38,6 +39,8 @@ class Moves:
         self._arrangement, self._ledger, self._hosts = home.arrangement, home.ledger, home.hosts
         self._loading, self._weights = home.loading, home.weights
         self._move: _Move | None = None
+        self._lost: HostLost | None = None
+        """Found in the middle of a step."""
         self._has_limited = False
         home.arrangement.on_moved = self._rename
 
@@ -87,9 +90,27 @@ class Moves:
 
     def copy_some(self, move_id: str, max_bytes: int) -> CopyProgress:
         """See `Engine.copy_some`. Raises NotYet while a piece is on its way home, and HostLost."""
-        move = self._get(move_id)
-        num_bytes = move.copy.copy_some(max_bytes, self._ledger.allocator.live())
-        return CopyProgress(move.copy.num_left(self._ledger.allocator.live()), num_bytes)
+        move, live = self._get(move_id), self._ledger.allocator.live()
+        num_bytes = move.copy.copy_some(max_bytes, live)
+        return CopyProgress(move.copy.num_left(live), num_bytes)
+
+    def copy_in_step(self, move_id: str, max_bytes: int) -> CopyProgress:
+        """`copy_some` between two layers of a step.
+
+        Nothing is copied too early: what the step writes counts as written when it is over, so blocks of
+        which some layers were not written yet are copied again, and no switch comes before that. The core
+        deals with a lost host at the end of the step: until then blocks and sequences stay what they are.
+        """
+        try:
+            return self.copy_some(move_id, max_bytes)
+        except HostLost as lost:
+            self._lost = lost
+            raise
+
+    def take_lost(self) -> HostLost | None:
+        """The host that `copy_in_step` found lost; once."""
+        lost, self._lost = self._lost, None
+        return lost
 
     def switch(self, move_id: str) -> Switched:
         """See `Engine.switch`. Raises NotYet while loading steps are under way, and HostLost."""

@@ -44,25 +44,25 @@ class Pair:
     async def begin(self, home: str, worker: str, module: Module, move_id: str, lent: int = 20) -> None:
         engine, host = self.engines[home], self.engines[worker]
         placed = Placed(move_id=move_id, module=module, worker=worker)
-        wanted = await engine.capacity_with(placed) if module != lent_blocks(4) else lent
+        wanted = await engine.moving.capacity_with(placed) if module != lent_blocks(4) else lent
         granted = await host.hosting.open(
             home, move_id, module, num_blocks_wanted=wanted, num_blocks_least=lent
         )
         placed = Placed(move_id=move_id, module=module, worker=worker, num_blocks=granted)
-        await engine.begin_move(placed, MemoryHost(worker, home, host.hosting.call, engine.wake))
+        await engine.moving.begin_move(placed, MemoryHost(worker, home, host.hosting.call, engine.wake))
 
     async def copy(self, home: str, move_id: str) -> Switched:
         engine = self.engines[home]
-        while (await engine.copy_some(move_id, 20_000)).num_left_blocks > 4:
+        while (await engine.moving.copy_some(move_id, 20_000)).num_left_blocks > 4:
             pass
-        return await engine.switch(move_id)
+        return await engine.moving.switch(move_id)
 
     async def away(self, home: str, worker: str, module: Module, move_id: str) -> Switched:
         await self.begin(home, worker, module, move_id)
         return await self.copy(home, move_id)
 
     async def back(self, home: str, worker: str, move_id: str) -> Switched:
-        await self.engines[home].begin_return(move_id)
+        await self.engines[home].moving.begin_return(move_id)
         switched = await self.copy(home, move_id)
         await self.engines[worker].hosting.close(home, move_id)
         return switched
@@ -134,7 +134,7 @@ async def test_a_host_that_closes_the_guest_is_lost_and_every_token_is_right() -
         await heard.until(lambda: all(len(heard.ids(one)) == len(ids) for one, ids in expected.items()))
         assert {one: heard.ids(one) for one in expected} == expected
         assert [lost.partition(":")[0] for _, lost in heard.placements] == ["", "b"]
-        assert pair.engines["a"].placement.placed == ()
+        assert pair.engines["a"].moving.placement.placed == ()
         assert pair.engines["a"].num_total_blocks == 160
 
 
@@ -144,12 +144,12 @@ async def test_a_cancelled_move_leaves_everything_as_it_was_and_another_may_begi
         await pair.begin("a", "b", whole_layers(0, 2), "m")
         other = Placed(move_id="n", module=whole_layers(2, 3), worker="b", num_blocks=400)
         with pytest.raises(MoveRefused, match="one at a time"):
-            await pair.engines["a"].begin_move(
+            await pair.engines["a"].moving.begin_move(
                 other, MemoryHost("b", "a", pair.engines["b"].hosting.call, pair.engines["a"].wake)
             )
-        await pair.engines["a"].cancel_move("m")
+        await pair.engines["a"].moving.cancel_move("m")
         with pytest.raises(MoveRefused, match="not under way"):
-            await pair.engines["a"].switch("m")
+            await pair.engines["a"].moving.switch("m")
         await pair.engines["b"].hosting.close("a", "m")
         switched = await pair.away("a", "b", whole_layers(0, 1), "o")
         assert switched.num_blocks_before == 160
@@ -164,7 +164,7 @@ async def test_a_sequence_that_awaits_kv_fails_with_its_host_and_others_are_told
         assert await engine.reserve(waiting, whole_prompt=True) is not None
         await engine.begin("waits", num_computed_tokens=40, awaits_kv=True)
         await pair.run("a", generation(prompt_of(20, 3), "runs"))
-        await engine.lose_host("b", "its lease ended")
+        await engine.moving.lose_host("b", "its lease ended")
         await heard.until(lambda: heard.failed)
         assert [(one.sequence_id, one.reason) for one in heard.failed] == [("waits", FailureReason.PEER_LOST)]
         await heard.until(lambda: len(heard.ids("runs")) == 24)
@@ -182,11 +182,15 @@ async def test_a_host_that_never_answers_is_lost_after_a_while() -> None:
 
         placed = Placed(move_id="m", module=heads_of(0, 4, (1,)), worker="b")
         granted = await host.hosting.open(
-            "a", "m", placed.module, num_blocks_wanted=await engine.capacity_with(placed), num_blocks_least=32
+            "a",
+            "m",
+            placed.module,
+            num_blocks_wanted=await engine.moving.capacity_with(placed),
+            num_blocks_least=32,
         )
         placed = Placed(move_id="m", module=placed.module, worker="b", num_blocks=granted)
-        await engine.begin_move(placed, MemoryHost("b", "a", ask, engine.wake))
-        await engine.switch("m")
+        await engine.moving.begin_move(placed, MemoryHost("b", "a", ask, engine.wake))
+        await engine.moving.switch("m")
         for one in asked("a"):
             await pair.run("a", one)
         await heard.until(lambda: len(heard.ids("a2")) > 3)

@@ -90,4 +90,4 @@ async def test_prefill_workers_have_their_modules_hosted_while_they_hand_prompts
             ]
             await scene.back(away.move_id)
             await scene.check(streams)
-        await scene.mesh.until(lambda: not prefill.service._engine.placement.placed)
+        await scene.mesh.until(lambda: not prefill.service._engine.moving.placement.placed)

@@ -1,4 +1,4 @@
-"""What a move needs of the engine whose module moves: `libs.engine.engine.Engine`."""
+"""What a move needs of the engine whose module moves: `libs.engine.moving.Moving`."""
 
 from typing import Protocol
 
@@ -75,7 +75,7 @@ class Home(Protocol):
         ...
 
     async def copy_some(self, move_id: str, max_bytes: int) -> CopyProgress:
-        """One piece, between two steps."""
+        """One piece, between two steps, or two layers of a long one."""
         ...
 
     async def switch(self, move_id: str) -> Switched:

@@ -22,8 +22,13 @@ from libs.worker.startup import block_shape_of, fingerprint_of, max_model_len_of
 _PINGS_PER_LEASE = 3
 
 
-class HostingEngine(Home, Protocol):
+class HostingEngine(Protocol):
     """An engine as both sides of hosting see it: `libs.engine.engine.Engine`."""
+
+    @property
+    def moving(self) -> Home:
+        """Moves of the own modules."""
+        ...
 
     @property
     def hosting(self) -> ModuleHosting:
@@ -54,7 +59,7 @@ class Modules:
         self._mover = Mover(
             runtime,
             settings,
-            engine,
+            engine.moving,
             roster,
             metrics,
             engine.hosting.hosted,
@@ -77,8 +82,8 @@ class Modules:
         )
         metrics.watch(
             engine.hosting.hosted,
-            epoch=lambda: engine.placement.epoch,
-            num_away=lambda: len(engine.placement.placed),
+            epoch=lambda: engine.moving.placement.epoch,
+            num_away=lambda: len(engine.moving.placement.placed),
         )
         self._metrics = metrics
         self._server: HostingServer | None = None
