@@ -14,7 +14,7 @@ import openai
 from black_box import MODEL, Mesh
 from libs.bus.nats_bus import NatsBus
 
-MOVE_TIMEOUT_SECONDS = 60.0
+MOVE_TIMEOUT_SECONDS = 150.0
 HOME_TIMEOUT_SECONDS = 20.0
 REFUSED_SECONDS = 0.2
 """Who was refused asks again after so long."""
@@ -68,6 +68,12 @@ class Moves:
     async def away_and_back(self, instance: str, **asked: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         away = await self.done(instance, **asked)
         return away, await self.done(instance, return_of=away["id"])
+
+    async def bring_home(self) -> None:
+        """Everything that is away."""
+        for name, told in (await self.placement()).items():
+            for move_id in away_of(told):
+                await self.done(name, return_of=move_id)
 
     async def placement(self) -> dict[str, dict[str, Any]]:
         """Instances by the names of their workers."""
