@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -56,6 +57,8 @@ class Decoding:
         self._aborted_unknown = RecentRequests()
         """An abort can overtake the reservation that it is about: they come on two subscriptions."""
         self.answer_lengths = AnswerLengths()
+        self.num_links = Counter[str]()
+        """Links of each prefill worker that are served: what came over them may still be on its way in."""
         self.is_draining = False
         self.came = asyncio.Event()
         """Set when a sequence got a lease or lost it: the next expiry may be another."""
@@ -146,6 +149,12 @@ class Decoding:
         """Its KV will not come: fail what waits for it at once, so that it is replayed elsewhere."""
         for held in self.sequences.awaiting(prefill):
             self.fail(held, FailureReason.PEER_LOST, detail)
+
+    def peer_left(self, prefill: str, detail: str, *, is_drained: bool) -> None:
+        """It is not in the mesh any more. What one that ended in good order has sent is adopted; what still
+        waits then fails when its Link ends."""
+        if not (is_drained and self.num_links[prefill]):
+            self.peer_lost(prefill, detail)
 
     def expire(self) -> None:
         """Free what nobody came for."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 
 import structlog
 
@@ -39,6 +40,8 @@ class Inlet:
     async def serve(self) -> None:
         """Returns when the Link is lost."""
         reason = "this worker is closing"
+        link = Counter((self._link.peer,))
+        self._decoding.num_links += link
         try:
             # Frames are not waited for one by one: the engine takes writes between steps, all that are there.
             # The Link's credits bound how many are under way. What was handed over before the end is adopted.
@@ -46,6 +49,7 @@ class Inlet:
                 reason = await self._receive(tasks)
         finally:
             log.info("prefill_link_ended", peer=self._link.peer, reason=reason)
+            self._decoding.num_links -= link
             self._decoding.peer_lost(self._link.peer, f"the Link from its prefill worker ended: {reason}")
             await self._link.close()
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 import msgspec
 
 from libs.bus.messages.generation import Abort, Refused, Reserve, Reserved
-from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.bus.messages.presence import ServiceKind, ServiceState, WorkerLoad
 from libs.bus.port import Subscription
 from libs.engine.engine import Engine
 from libs.kv.tensors import BlockShape
@@ -232,6 +232,10 @@ class DecodeWorkerService:
                 self._decoding.gateway_gone(departed.incarnation)
                 self._tokens.outbox.forget(departed.incarnation)
             elif departed.kind is ServiceKind.PREFILL_WORKER:
-                self._decoding.peer_lost(departed.incarnation, f"{departed.name} left the mesh")
+                self._decoding.peer_left(
+                    departed.incarnation,
+                    f"{departed.name} left the mesh",
+                    is_drained=departed.state is ServiceState.DRAINING,
+                )
         if self._settings.store_finished or self._settings.role == "both":
             self._access.stores.set_stores(self._roster.ready(ServiceKind.KV_STORE))
