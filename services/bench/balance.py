@@ -26,14 +26,16 @@ WORKERS = (
 )
 POOLS = "[prefill_worker]\nnum_blocks = {}\n[decode_worker]\nnum_blocks = {}\n"
 SKEWED = (
-    Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=30.0, num_clients=12),
-    Phase("long answers", prompt_tokens=64, output_tokens=192, seconds=30.0, num_clients=24),
+    Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=28.0, num_clients=12),
+    Phase("long answers", prompt_tokens=64, output_tokens=192, seconds=28.0, num_clients=24),
 )
 PACE = 0.75
 """Of the rate that the mesh without moves reached with long answers, at which peaks are compared."""
-PACED_SECONDS = 12.0
-CROWDED = Phase("long answers, small pool", prompt_tokens=32, output_tokens=384, seconds=30.0, num_clients=48)
-"""Decode workers have room for a few of its sequences each."""
+PACED_SECONDS = 10.0
+CROWDED = Phase(
+    "long answers, small pool", prompt_tokens=192, output_tokens=256, seconds=28.0, num_clients=48
+)
+"""Decode workers have room for a few of its sequences each, from the beginning."""
 HEADS_ONLY = ("--no-moves-layers",)
 ON, OFF = "--automatic", "--no-automatic"
 WORDS = {ON: "on", OFF: "off"}
