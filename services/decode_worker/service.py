@@ -82,7 +82,7 @@ class DecodeWorkerService:
         runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
         self._subscriptions.append(await runtime.bus.serve(Reserve, self._reserve, at=runtime.incarnation))
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
-        self._subscriptions.append(await self._role_flip(runtime).serve())
+        self._subscriptions.append(await self._role_flip(runtime, modules).serve())
         await modules.open()
         describe_instance(
             runtime,
@@ -136,12 +136,12 @@ class DecodeWorkerService:
             ended_request_ids=self._decoding.recently_ended.ids(self._clock()),
         )
 
-    def _role_flip(self, runtime: Runtime) -> RoleFlip:
+    def _role_flip(self, runtime: Runtime, modules: Modules) -> RoleFlip:
         return RoleFlip(
             runtime,
             self._settings,
             ServiceKind.PREFILL_WORKER,
-            denial=lambda: runs_both(self._settings.role),
+            denial=lambda: runs_both(self._settings.role) or modules.denial(),
         )
 
     @property

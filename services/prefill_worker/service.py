@@ -72,7 +72,7 @@ class PrefillWorkerService:
         runtime.spawn("leases", self._renew_leases())
         self._subscriptions.append(await runtime.bus.serve(Prefill, self._prefill, at=runtime.incarnation))
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))
-        role_flip = RoleFlip(runtime, self._settings, ServiceKind.DECODE_WORKER)
+        role_flip = RoleFlip(runtime, self._settings, ServiceKind.DECODE_WORKER, denial=modules.denial)
         self._subscriptions.append(await role_flip.serve())
         await modules.open()
         describe_instance(

@@ -5,12 +5,14 @@ import sys
 from collections.abc import AsyncIterator
 
 import pytest
+from moves_scene import MovesScene
 from workers_mesh import Hosted, WorkersMesh, prompt_of, running_mesh
 
 from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.migration import DenialReason, FlipRole, MoveAccepted, MoveDenied
 from libs.bus.messages.presence import ServiceState
 from libs.bus.port import NoResponders
+from libs.placement.module import whole_layers
 from libs.request.outcome import FailureReason
 
 
@@ -102,3 +104,24 @@ async def test_a_worker_of_both_roles_says_why_it_stays_and_goes_on_serving(mesh
     stream = await gateway.generate(prompt_of(20), prefill="", decode=decode.incarnation)
     assert len(stream.tokens) == 8
     assert decode.gauge("kvmesh_role_flips_total") == 0
+
+
+@pytest.mark.parametrize("asked", ["home", "host"])
+async def test_a_worker_with_modules_elsewhere_or_of_others_stays_what_it_is_until_they_are_home(
+    mesh: WorkersMesh, asked: str
+) -> None:
+    gateway, prefill, decode = await mesh.gateway(), await mesh.prefill(), await mesh.decode()
+    scene = MovesScene(mesh, gateway, prefill, decode)
+    await scene.open()
+    await mesh.until(lambda: decode.presence in prefill.service._roster.all())
+    away = await scene.away(whole_layers(0, 1))
+    worker = scene.home if asked == "home" else scene.host
+    denied = await order(mesh, worker)
+    assert isinstance(denied, MoveDenied)
+    assert denied.reason is DenialReason.BUSY
+    assert ("1 of its modules are away" if asked == "home" else "hosts 1 modules") in denied.detail
+    await scene.back(away.move_id)
+    await mesh.until(lambda: worker.gauge("kvmesh_hosted_modules") == 0)
+    assert isinstance(await order(mesh, worker), MoveAccepted)
+    await ended(worker)
+    await scene.bus.close()

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Protocol
 
+from libs.bus.messages.migration import DenialReason, MoveDenied
 from libs.bus.messages.presence import ServiceKind
 from libs.model.model import Model
 from libs.placement.placement import Placement
@@ -92,6 +93,20 @@ class Modules:
     def address(self) -> str:
         """Where guests come to, for presence; empty where this worker hosts nothing."""
         return self._server.address if self._server is not None else ""
+
+    def denial(self) -> MoveDenied | None:
+        """Why this worker cannot become another now: modules would have to move first."""
+        hosted, placement = self._engine.hosting.hosted(), self._engine.moving.placement
+        if hosted:
+            detail = f"it hosts {len(hosted)} modules, of {', '.join(sorted({one.home for one in hosted}))}"
+        elif placement.placed:
+            detail = f"{len(placement.placed)} of its modules are away"
+        elif self._mover.busy_with:
+            detail = f"move {self._mover.busy_with} is under way"
+        else:
+            return None
+        detail += "; order the change of role when everything is home"
+        return MoveDenied(reason=DenialReason.BUSY, detail=detail, epoch=placement.epoch)
 
     async def open(self) -> None:
         """Once the engine has started: take guests and orders."""

@@ -83,6 +83,11 @@ class Mover:
         """Once, before `open`."""
         self._links = links
 
+    @property
+    def busy_with(self) -> str:
+        """The move that is under way, or nothing."""
+        return self._move.record.move_id if self._move is not None else ""
+
     async def open(self) -> None:
         """Take orders from now on."""
         bus, at = self._runtime.bus, self._runtime.incarnation
@@ -110,7 +115,7 @@ class Mover:
         standing = Standing(
             placement=self._home.placement,
             fingerprint=self._fingerprint,
-            busy_with=self._move.record.move_id if self._move is not None else "",
+            busy_with=self.busy_with,
             is_draining=self.is_draining,
         )
         try:
