@@ -212,9 +212,8 @@ class EngineCore:
 
     def fail_all(self, reason: FailureReason, detail: str) -> list[SequenceFailed]:
         """Ends every sequence, whatever it is doing."""
-        return [
-            self.ledger.fail(sequence, reason, detail) for sequence in list(self.ledger.sequences.values())
-        ]
+        sequences = list(self.ledger.sequences.values())
+        return self._failed + [self.ledger.fail(sequence, reason, detail) for sequence in sequences]
 
     def seconds_to_deadline(self) -> float | None:
         """Until the earliest deadline, from 0 to an hour; None without sequences."""

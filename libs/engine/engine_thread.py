@@ -18,7 +18,7 @@ from libs.bus.messages.migration import Hosted
 from libs.bus.messages.presence import WorkerLoad
 from libs.engine.device_share import DeviceShare
 from libs.engine.engine_core import EngineCore
-from libs.engine.errors import EngineClosed, EngineDied
+from libs.engine.errors import EngineClosed, EngineDied, WeightsLost
 from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.device_turns import DeviceTurns
 from libs.engine.hosting.port import Answer, HostLost
@@ -100,6 +100,8 @@ class EngineThread:
         self._deferred: list[Command] = []
         self._is_between_layers = False
         self._copied_piece_at = 0.0
+        self._broken: WeightsLost | None = None
+        """By a command, which is told before the end."""
         self._is_stopping = False
         self._leaving: list[LayerOutput] = []
         self._num_leaving_layers = self._num_layers = 0
@@ -131,7 +133,11 @@ class EngineThread:
         go on meanwhile, commands do not. Raises HostLost, also after `timeout_seconds`."""
         if self._turns is None:
             raise EngineClosed("the engine is not open; nothing can be asked of its hosts")
-        return self._turns.wait(answer, timeout_seconds, worker)
+        is_between_layers, self._is_between_layers = self._is_between_layers, False
+        try:
+            return self._turns.wait(answer, timeout_seconds, worker)
+        finally:
+            self._is_between_layers = is_between_layers
 
     def call_hosted(self, guest: str, call: HostedCall, answer: Answer) -> None:
         """Queues what a guest asks of its modules here; from any thread, never waits."""
@@ -166,8 +172,7 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001 - the thread's boundary: its death is told, not swallowed
             _log.exception("engine_died")
             end.death = error
-        reason = FailureReason.ABORTED if end.death is None else FailureReason.INTERNAL
-        detail = "the engine was closed" if end.death is None else f"the engine died: {end.death}"
+        reason, detail = _why_ended(end.death)
         end.failed = core.fail_all(reason, detail) if core is not None else []
         if core is not None:
             core.hosted.end(detail)
@@ -230,6 +235,8 @@ class EngineThread:
             self._apply(core, command, post)
         self.load = core.load()
         self._post(post)
+        if self._broken is not None:
+            raise self._broken
         return len(self._deferred) < len(commands)
 
     def _apply(self, core: EngineCore, command: Command, post: Post) -> None:
@@ -245,6 +252,8 @@ class EngineThread:
             if command.answer is None:
                 raise
             refusal = error
+            if isinstance(error, WeightsLost):
+                self._broken = error
         if command.in_step:
             self._copied_piece_at = time.monotonic()
         if command.is_abort_of:
@@ -312,3 +321,11 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._post_on_loop, post)
         except RuntimeError:  # the loop is closed: nobody is left to tell
             self._is_stopping = True
+
+
+def _why_ended(death: Exception | None) -> tuple[FailureReason, str]:
+    """What its sequences are told; those of a lost peer are begun again elsewhere."""
+    if death is None:
+        return FailureReason.ABORTED, "the engine was closed"
+    reason = FailureReason.PEER_LOST if isinstance(death, WeightsLost) else FailureReason.INTERNAL
+    return reason, f"the engine died: {death}"

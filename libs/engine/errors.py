@@ -9,12 +9,15 @@ EngineError
 ├── BadBlocks          KV of the wrong shape, or outside of what is reserved
 ├── OutOfBlocks        more blocks asked for than are free; ask `can_allocate` first
 ├── HostLost           a worker that runs modules of this instance is gone (in `hosting.port`)
+├── WeightsLost        weights went with a lost host and cannot be read again; the engine ends
 ├── MoveRefused        a module cannot be moved now; says why
 ├── NoRoom             too little memory here for another instance's module
 ├── TooManyCommands    the bounded queue to the engine's thread is full
 ├── EngineClosed       not started, or closed
 └── EngineDied         the engine's thread is gone; its process should be restarted
 """
+
+from collections.abc import Iterable
 
 
 class EngineError(Exception):
@@ -59,6 +62,16 @@ class BadBlocks(EngineError):
 
 class OutOfBlocks(EngineError):
     """The pool has fewer free blocks than were asked for."""
+
+
+class WeightsLost(EngineError):
+    """A host took layers with it. Nothing can run any more; a new process reads the whole model again."""
+
+    def __init__(self, worker: str, layers: Iterable[int], why: Exception) -> None:
+        super().__init__(
+            f"the weights of layers {list(layers)} were at the host {worker}, which was lost, and cannot be "
+            f"read again: {why}; restart this worker"
+        )
 
 
 class MoveRefused(EngineError):

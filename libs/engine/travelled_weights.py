@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 
+from libs.engine.errors import WeightsLost
 from libs.engine.pool import Pool
+from libs.model.errors import ModelError
 from libs.model.layer import layer_bytes
 from libs.model.model import Model
 from libs.placement.placement import Placed
@@ -41,8 +43,13 @@ class TravelledWeights:
 
 
 def restored(model: Model, lost: Iterable[Placed]) -> Model:
-    """The model with the weights that travelled read again. Raises SourceChanged."""
+    """The model with the weights that travelled read again. Raises WeightsLost."""
     for placed in lost:
-        if not placed.has_weights_at_home:
-            model = model.with_layers(model.reload_layers(placed.module.layers))
+        if placed.has_weights_at_home:
+            continue
+        layers = placed.module.layers
+        try:
+            model = model.with_layers(model.reload_layers(layers))
+        except (ModelError, OSError) as error:
+            raise WeightsLost(placed.worker, layers, error) from error
     return model

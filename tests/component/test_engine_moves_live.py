@@ -9,13 +9,15 @@ import pytest
 from engine_harness import Listener
 from engine_moves import SIZE, core_of, drain, generation, model_of, prompt_of
 from engine_moves import begin as begin_alone
+from msgspec.structs import replace
 
 from libs.engine.engine import Engine, EngineSettings
-from libs.engine.errors import MoveRefused
+from libs.engine.errors import EngineDied, MoveRefused, WeightsLost
 from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.memory_host import MemoryHost
 from libs.engine.hosting.port import Answer
 from libs.engine.outputs import Switched
+from libs.model.model import Model
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from libs.placement.placement import Placed
 from libs.request.generation import Generation
@@ -25,8 +27,8 @@ from libs.request.outcome import FailureReason
 class Pair:
     """Each hosts for the other."""
 
-    def __init__(self, shape: str = "gqa", timeout_seconds: float = 30.0) -> None:
-        self.model = model_of(shape)
+    def __init__(self, model: Model, timeout_seconds: float = 30.0) -> None:
+        self.model = model
         sizes = EngineSettings(
             max_model_len=256,
             num_blocks=160,
@@ -41,15 +43,29 @@ class Pair:
         assert await self.engines[name].reserve(asked, whole_prompt=True) is not None
         await self.engines[name].begin(asked.request_id, num_computed_tokens=0)
 
-    async def begin(self, home: str, worker: str, module: Module, move_id: str, lent: int = 20) -> None:
+    async def begin(
+        self,
+        home: str,
+        worker: str,
+        module: Module,
+        move_id: str,
+        *,
+        lent: int = 20,
+        model_after: Model | None = None,
+    ) -> None:
+        """Weights travel where there is a `model_after`."""
         engine, host = self.engines[home], self.engines[worker]
-        placed = Placed(move_id=move_id, module=module, worker=worker)
+        has_weights_at_home = model_after is None
+        placed = Placed(
+            move_id=move_id, module=module, worker=worker, has_weights_at_home=has_weights_at_home
+        )
         wanted = await engine.moving.capacity_with(placed) if module != lent_blocks(4) else lent
         granted = await host.hosting.open(
             home, move_id, module, num_blocks_wanted=wanted, num_blocks_least=lent
         )
-        placed = Placed(move_id=move_id, module=module, worker=worker, num_blocks=granted)
-        await engine.moving.begin_move(placed, MemoryHost(worker, home, host.hosting.call, engine.wake))
+        placed = replace(placed, num_blocks=granted)
+        way = MemoryHost(worker, home, host.hosting.call, engine.wake)
+        await engine.moving.begin_move(placed, way, model_after=model_after)
 
     async def copy(self, home: str, move_id: str) -> Switched:
         engine = self.engines[home]
@@ -73,8 +89,8 @@ def has_heard(heard: Listener, num_tokens: int) -> bool:
 
 
 @asynccontextmanager
-async def opened(shape: str = "gqa", timeout_seconds: float = 30.0) -> AsyncGenerator[Pair]:
-    pair = Pair(shape, timeout_seconds)
+async def opened(model: Model | None = None, timeout_seconds: float = 30.0) -> AsyncGenerator[Pair]:
+    pair = Pair(model or model_of("gqa"), timeout_seconds)
     for engine in pair.engines.values():
         await engine.start()
     try:
@@ -199,3 +215,29 @@ async def test_a_host_that_never_answers_is_lost_after_a_while() -> None:
         await heard.until(partial(has_heard, heard, sum(map(len, expected.values()))))
         assert {one: heard.ids(one) for one in expected} == expected
         assert "no answer within 0.3 s" in heard.placements[-1][1]
+
+
+@pytest.mark.parametrize("is_in_step", [True, False])
+async def test_an_engine_whose_weights_are_lost_ends_and_its_sequences_can_be_replayed(
+    is_in_step: bool,
+) -> None:
+    known = model_of("gqa")
+    made_in_memory = Model(known.config, known.weights, fingerprint=known.fingerprint)
+    async with opened(model=made_in_memory) as pair:
+        engine, heard = pair.engines["a"], pair.heard["a"]
+        module = whole_layers(1, 2)
+        await pair.begin("a", "b", module, "m", model_after=made_in_memory.without_layers(module.layers))
+        await pair.copy("a", "m")
+        await pair.run("a", generation(prompt_of(20), "runs", max_tokens=200))
+        assert await engine.reserve(generation(prompt_of(20, 1), "waits"), whole_prompt=True) is not None
+        await heard.until(lambda: len(heard.ids("runs")) > 2)
+        if is_in_step:
+            await pair.engines["b"].hosting.close_guest("a")
+        else:
+            with pytest.raises(WeightsLost, match=r"layers .1. were at the host b"):
+                await engine.moving.lose_host("b", "its lease ended")
+        with pytest.raises(EngineDied, match=r"cannot be read again: .*; restart this worker"):
+            await engine.watch()
+        assert {one.sequence_id: one.reason for one in heard.failed} == dict.fromkeys(
+            ("runs", "waits"), FailureReason.PEER_LOST
+        )

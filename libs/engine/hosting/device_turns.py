@@ -99,6 +99,7 @@ class DeviceTurns:
             self._is_alone = True
             return
         self._charge_own()
+        self._own_since = None
         self._meter.pause()
         while True:
             if debt := self.debt_seconds:
