@@ -90,9 +90,12 @@ class KvAway:
 
     def catch_up(self, live: set[int]) -> None:
         """See KvCopy."""
-        while self.copy_some(_PIECE_BYTES, live):
-            pass
-        self._hosts.ask(self._placed.worker, Settle())
+        is_there = False
+        while not is_there:
+            while self.copy_some(_PIECE_BYTES, live):
+                pass
+            self._hosts.ask(self._placed.worker, Settle())
+            is_there = not self.num_left(live)  # while it waits KV from outside is written
 
     def fill(self, live: set[int]) -> None:
         """See KvCopy. Nothing came."""

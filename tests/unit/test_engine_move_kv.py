@@ -1,5 +1,7 @@
 """KV comes and goes while modules are elsewhere: hand-overs, writes from outside, prefixes, preemption."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from engine_moves import (
@@ -17,6 +19,8 @@ from engine_moves import (
 
 from libs.engine.engine_core import EngineCore
 from libs.engine.errors import MoveRefused
+from libs.engine.hosting.calls import HostedCall, Settle
+from libs.engine.hosting.port import Answer, Host
 from libs.engine.not_yet import NotYet
 from libs.engine.outputs import LayerOutput, TokenOutput
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
@@ -127,6 +131,36 @@ def test_kv_that_is_written_while_a_module_moves_moves_too(module: Module, expec
     if module == MODULES["lent blocks"]:
         mesh.home.abort("holds")
     mesh.switch(move_id)
+    first, rest = first_token(PROMPT)
+    mesh.home.adopt("in", TokenOutput("in", 0, first))
+    assert drain(mesh.home).tokens["in"] == rest
+
+
+class Interrupted:
+    """A host during whose settling KV comes to the home from outside, as it does between threads."""
+
+    def __init__(self, host: Host, comes: Callable[[], None]) -> None:
+        self._host, self._comes = host, comes
+        self.worker = host.worker
+
+    def call(self, call: HostedCall) -> Answer:
+        answer = self._host.call(call)
+        if isinstance(call, Settle):
+            self._comes()
+            self._comes = lambda: None
+        return answer
+
+
+@pytest.mark.parametrize("module", [whole_layers(0, 2), heads_of(0, 4, (1,))], ids=["layers", "a head"])
+def test_kv_that_is_written_while_a_switch_waits_for_its_host_moves_too(
+    module: Module, expected_kv: torch.Tensor
+) -> None:
+    mesh = Mesh(core_of(model_of("gqa"), num_blocks=32))
+    assert mesh.home.reserve(generation(PROMPT, "in"), "in", whole_prompt=True) is not None
+    placed = mesh.place(module, "m")
+    host = Interrupted(mesh.host("host"), lambda: written(mesh.home, expected_kv, "in"))
+    mesh.home.move(lambda moves: moves.begin(placed, host, None))
+    mesh.switch("m")
     first, rest = first_token(PROMPT)
     mesh.home.adopt("in", TokenOutput("in", 0, first))
     assert drain(mesh.home).tokens["in"] == rest
