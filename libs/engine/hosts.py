@@ -1,10 +1,11 @@
 """The workers that run modules of this instance, as its engine thread sees them."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import torch
 
-from libs.engine.hosting.calls import BeginStep, HostedCall
+from libs.engine.hosting.calls import ANSWERED, BeginStep, HostedCall
 from libs.engine.hosting.port import Answer, Host, HostLost
 from libs.engine.meter import Meter
 
@@ -47,14 +48,18 @@ class Hosts:
             self._begun[worker] = step
 
     def call(self, worker: str, call: HostedCall) -> Answer:
-        """Raises HostLost where nothing is known of the worker any more."""
+        """Raises HostLost where nothing is known of the worker any more. Waits where too much is unsent."""
         host = self._hosts.get(worker)
         if host is None:
             raise HostLost(worker, "no Link to it is known here")
-        return host.call(call)
+        answer = host.call(call)
+        if not isinstance(call, ANSWERED) and not answer.is_done:
+            with suppress(HostLost):  # the next call that has an answer tells
+                self.wait(worker, answer)
+        return answer
 
     def tell_all(self, call: HostedCall) -> None:
-        """A call without an answer, to every host."""
+        """A small call without an answer, to every host. Does not wait."""
         for host in self._hosts.values():
             host.call(call)
 

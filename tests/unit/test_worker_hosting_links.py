@@ -1,7 +1,7 @@
 """Both ends of the Link between a home and a host: refusals, garbage, bounds and leases."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -156,6 +156,11 @@ async def open_one(host: HostLink, move_id: str = "m", weight_bytes: int = 0) ->
         num_blocks_least=3,
         weight_bytes=weight_bytes,
     )
+
+
+def whole(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Each in one piece."""
+    return ((name, 0, tensor.reshape(-1).view(torch.uint8)) for name, tensor in tensors)
 
 
 async def test_a_module_is_opened_and_closed(scene: Scene) -> None:
@@ -337,7 +342,26 @@ async def test_a_result_changes_no_more_when_its_frame_is_gone(scene: Scene) -> 
     assert all(torch.equal(one.result(), hidden) for one, hidden in zip(answers, sent, strict=True))
 
 
-async def test_a_host_that_takes_nothing_in_holds_its_caller_back_and_is_lost_in_the_end(
+async def test_calls_to_a_host_that_takes_nothing_in_are_done_when_there_is_room_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_link, "MAX_UNSENT_BYTES", 1000)
+    host = await scene.home()
+    await host.settle()
+    scene.network.freeze()
+    blocks = WriteBlocks("m", None, np.zeros(1, dtype=np.int64), torch.zeros(1000))
+    answers = [host.call(blocks)]
+    while answers[-1].is_done and len(answers) < 200:
+        await asyncio.sleep(0)
+        answers.append(host.call(blocks))
+    assert not answers[-1].is_done
+    scene.network.thaw()
+    await scene.until(lambda: answers[-1].is_done)
+    await host.settle()
+    assert sum(isinstance(call, WriteBlocks) for call in scene.hosting.calls) == len(answers)
+
+
+async def test_a_caller_that_waits_for_room_is_let_go_when_the_link_ends(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_link, "MAX_UNSENT_BYTES", 1000)
@@ -345,17 +369,29 @@ async def test_a_host_that_takes_nothing_in_holds_its_caller_back_and_is_lost_in
     await host.settle()
     scene.network.freeze()
     blocks = WriteBlocks("m", None, np.zeros(1, dtype=np.int64), torch.zeros(1000))
-    answers = [await asyncio.to_thread(host.call, blocks)]
-    while answers[-1].is_done and len(answers) < 200:
-        answers.append(await asyncio.to_thread(host.call, blocks))
-        try:
-            answers[-1].result()
-        except HostLost:
-            break
-    with pytest.raises(HostLost):
-        answers[-1].result()
+    answer = host.call(blocks)
+    while answer.is_done:
+        await asyncio.sleep(0)
+        answer = host.call(blocks)
     await scene.until(lambda: not host.is_open)
+    assert answer.is_done
+    with pytest.raises(HostLost):
+        host.call(blocks).result()
     scene.network.thaw()
+
+
+async def test_a_module_that_is_closed_before_its_layer_is_built_harms_nobody(scene: Scene) -> None:
+    host = await scene.home()
+    await open_one(host, weight_bytes=2 * layer_weight_bytes(CONFIG, torch.float32))
+    tensors = layer_tensors(MODEL.layer(0)).items()
+    asked = [asyncio.ensure_future(host.send_weights("m", 0, *piece)) for piece in whole(tensors)]
+    scene.network.freeze()
+    closing = asyncio.ensure_future(host.close_module("m"))
+    await asyncio.wait(asked, timeout=0.05)
+    scene.network.thaw()  # all comes to the host at once, before it gets to build anything
+    await asyncio.gather(*asked, closing)
+    assert not scene.hosting.modules
+    assert await open_one(host, "n") == 9
 
 
 async def test_a_frame_is_given_back_when_its_blocks_are_written(scene: Scene) -> None:

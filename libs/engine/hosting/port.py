@@ -70,10 +70,11 @@ class Host(Protocol):
         ...
 
     def call(self, call: HostedCall) -> Answer:
-        """Ask; calls are done in order. Never blocks for the host, but may for a bounded amount of unsent
-        bytes.
+        """Ask; calls are done in order. Never blocks.
 
         Tensors are not changed by the caller afterwards. The answer of a call that has none (see
-        `calls.ANSWERED`) is done at once. A lost host fails every answer, with HostLost, also the next ones.
+        `calls.ANSWERED`) is done at once, or, where much is unsent, when there is room for more: who waits
+        for it keeps unsent bytes bounded, and can run hosted work meanwhile. A lost host fails every answer,
+        with HostLost, also the next ones.
         """
         ...

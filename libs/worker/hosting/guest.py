@@ -110,7 +110,7 @@ class Guest:
         self._on_change, self._on_call_done, self._is_leaving = on_change, on_call_done, is_leaving
         self._link, self._hosting, self._form, self._fingerprint = link, hosting, form, fingerprint
         self._lease_seconds, self._send_timeout_seconds = lease_seconds, send_timeout_seconds
-        self._outgoing = Outgoing(max_bytes=0)
+        self._outgoing = Outgoing()
         self._assembly = Assembly()
         self._weights: dict[str, tuple[IncomingWeights, MutableMapping[int, Layer]]] = {}
         self._running: dict[int, _Running] = {}
@@ -175,8 +175,11 @@ class Guest:
             case Open() as head:
                 self._opening[head.move_id] = tasks.create_task(self._open(head))
             case WeightPiece() as head:
-                if (tensors := self._take_weights(head, message)) is not None:
-                    tasks.create_task(self._build_layer(head, tensors))
+                layers, tensors = self._take_weights(head, message)
+                if tensors:
+                    tasks.create_task(self._build_layer(head, tensors, layers))
+                else:
+                    self._outgoing.put(WeightsAt(ask_id=head.ask_id))
             case Close() as head:
                 self._weights.pop(head.move_id, None)
                 tasks.create_task(self._close(head))
@@ -253,17 +256,19 @@ class Guest:
             return f"the host's model is {self._fingerprint}, the home's {head.fingerprint}"
         return None
 
-    def _take_weights(self, head: WeightPiece, message: Message) -> Mapping[str, torch.Tensor] | None:
-        """The tensors of a layer that is whole now."""
+    def _take_weights(
+        self, head: WeightPiece, message: Message
+    ) -> tuple[MutableMapping[int, Layer], Mapping[str, torch.Tensor]]:
+        """The module's layers, and the tensors of one that is whole now, if it is."""
         if (found := self._weights.get(head.move_id)) is None or len(message.tensors) != 1:
             raise BadFrame(f"weights of the module {head.move_id!r}, which awaits none")
-        if tensors := found[0].take(head.layer, head.name, head.first_byte, message.tensors[0]):
-            return tensors
-        self._outgoing.put(WeightsAt(ask_id=head.ask_id))
-        return None
+        incoming, layers = found
+        return layers, incoming.take(head.layer, head.name, head.first_byte, message.tensors[0])
 
-    async def _build_layer(self, head: WeightPiece, tensors: Mapping[str, torch.Tensor]) -> None:
-        layers = self._weights[head.move_id][1]
+    async def _build_layer(
+        self, head: WeightPiece, tensors: Mapping[str, torch.Tensor], layers: MutableMapping[int, Layer]
+    ) -> None:
+        """The module may be closed meanwhile; then nobody needs the layer."""
         layers[head.layer] = await asyncio.to_thread(self._form.build, tensors)
         self._outgoing.put(WeightsAt(ask_id=head.ask_id))
 

@@ -38,7 +38,7 @@ from libs.worker.hosting.messages import (
 from libs.worker.hosting.outgoing import Outgoing
 
 MAX_UNSENT_BYTES = 64 << 20
-"""Calls wait on the engine's thread while more than this is unsent."""
+"""While more than this is unsent, calls that nobody answers are done only when it is less."""
 
 _NOTHING = torch.empty(0)
 _REFUSALS: dict[RefusalKind, type[EngineError]] = {
@@ -88,10 +88,8 @@ class HostLink:
         """See port.Host."""
         answer = Answer(self._wake)
         self._post(call, answer)
-        if not answer.is_done and not self._outgoing.wait_room(self._timeout_seconds):
-            answer.fail(HostLost(self.worker, f"it took in nothing for {self._timeout_seconds} s"))
-        elif not isinstance(call, ANSWERED):
-            answer.give(_NOTHING)
+        if not isinstance(call, ANSWERED):
+            self._outgoing.when_room(partial(answer.give, _NOTHING))
         return answer
 
     async def settle(self) -> None:

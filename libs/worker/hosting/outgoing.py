@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from libs.transport.memory import Bytes
@@ -13,13 +13,14 @@ from libs.worker.hosting.messages import Head
 
 
 class Outgoing:
-    """Made on the loop. `max_bytes` bounds what `wait_room` lets callers add."""
+    """Made on the loop. Above `max_bytes` unsent there is no room: whoever heeds `when_room` waits."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int = 0) -> None:
         self._max_bytes = max_bytes
         self._messages: deque[tuple[bytes, Bytes]] = deque()
         self._num_bytes = 0
-        self._has_room = threading.Condition()
+        self._lock = threading.Lock()
+        self._await_room: list[Callable[[], None]] = []
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -28,7 +29,7 @@ class Outgoing:
     def put(self, head: Head, tensors: Sequence[Tensor] = ()) -> None:
         """Never waits; what is put after `close` goes nowhere."""
         header, body = encode(head, tensors)
-        with self._has_room:
+        with self._lock:
             if self._is_closed:
                 return
             was_empty = not self._messages
@@ -39,12 +40,13 @@ class Outgoing:
         elif was_empty:  # else the task has been told of the one before
             self._wake()
 
-    def wait_room(self, timeout_seconds: float) -> bool:
-        """Wait, not on the loop, until less than the bound is unsent. False where that took too long."""
-        with self._has_room:
-            return self._has_room.wait_for(
-                lambda: self._num_bytes <= self._max_bytes or self._is_closed, timeout_seconds
-            )
+    def when_room(self, tell: Callable[[], None]) -> None:
+        """Calls `tell` once: now if there is room, else when there is, or at `close`. From any thread."""
+        with self._lock:
+            if self._num_bytes > self._max_bytes and not self._is_closed:
+                self._await_room.append(tell)
+                return
+        tell()
 
     async def send_all(self, link: Link, timeout_seconds: float) -> NoReturn:
         """Send what comes. Raises LinkError, by which the Link is lost."""
@@ -54,19 +56,32 @@ class Outgoing:
                 header, body = self._messages[0]
                 for piece_header, piece in pieces(header, body):
                     await link.send(piece_header, piece, timeout_seconds=timeout_seconds)
-                with self._has_room:
-                    self._messages.popleft()
-                    self._num_bytes -= body.size
-                    self._has_room.notify_all()
+                self._sent(body.size)
             await self._came.wait()
 
     def close(self) -> None:
         """Drop what is unsent; nobody waits any more."""
-        with self._has_room:
+        with self._lock:
             self._is_closed = True
             self._messages.clear()
             self._num_bytes = 0
-            self._has_room.notify_all()
+        self._tell_room()
+
+    def _sent(self, num_bytes: int) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._messages.popleft()
+            self._num_bytes -= num_bytes
+        self._tell_room()
+
+    def _tell_room(self) -> None:
+        with self._lock:
+            if self._num_bytes > self._max_bytes:
+                return
+            waiting, self._await_room = self._await_room, []
+        for tell in waiting:
+            tell()
 
     def _wake(self) -> None:
         try:
