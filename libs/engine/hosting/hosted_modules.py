@@ -249,7 +249,8 @@ class HostedModules:
         if granted < max(1, least):
             raise NoRoom(
                 f"{granted} blocks of {block_bytes} bytes are free beside {weight_bytes} bytes of weights, "
-                f"{max(1, least)} are asked for; own sequences need {own_least} blocks"
+                f"{max(1, least)} are asked for; own sequences need {own_least} blocks of "
+                f"{self._pool.num_blocks}: lower --max-model-len of this host or raise its KV memory"
             )
         return granted
 
