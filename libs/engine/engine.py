@@ -97,6 +97,7 @@ class Engine:
         loop = self._loop = asyncio.get_running_loop()
         self._opened, self._ended = loop.create_future(), loop.create_future()
         self._thread = EngineThread(self._open, self._hear, loop=loop, num_threads=self._settings.num_threads)
+        del self._open  # it knows the model with all its layers
         self._hosting = Hosting(self._thread, self._ask)
         self._moving = Moving(self._thread, self._ask, self._at_first)
         self._thread.start()

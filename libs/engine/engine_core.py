@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as Rowwise
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -117,7 +116,11 @@ class EngineCore:
         self._home = home_of(self.pool, self.ledger, self._kv, self._runner, on_placement)
         self._loading, self._arrangement = self._home.loading, self._home.arrangement
         self.hosted = HostedModules(
-            model, self.pool, self, partial(fitting_attention, model), worker=placement.home
+            model,
+            self.pool,
+            self,
+            lambda kv: fitting_attention(self.model, kv),  # of the model as it is then: layers may have left
+            worker=placement.home,
         )
         self.moves = Moves(self._home, self.hosted)
         self._incoming = Incoming(self.ledger, self._loading, self._kv, layout, self.moves.wrote)

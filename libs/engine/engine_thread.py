@@ -161,6 +161,7 @@ class EngineThread:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)  # of this thread: OpenMP keeps the count per thread
             core = self._open_core(self._layers_done, self._between_layers)
+            del self._open_core  # it knows the model with all its layers, some of which may leave
             self._core, self._num_layers = core, core.model.config.num_layers
             share = DeviceShare(core.settings.device_share)
             self._turns = DeviceTurns(

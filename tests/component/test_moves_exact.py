@@ -1,9 +1,13 @@
 """Modules move away and home again while sequences run: every token is that of one engine alone."""
 
+import gc
+import weakref
+
 import pytest
-from moves_scene import moving_mesh
+from moves_scene import MovesScene, moving_mesh
 from workers_mesh import prompt_of
 
+from libs.model.model import Model
 from libs.placement.module import Module, heads_of, whole_layers
 
 MODULES = {
@@ -91,3 +95,21 @@ async def test_prefill_workers_have_their_modules_hosted_while_they_hand_prompts
             await scene.back(away.move_id)
             await scene.check(streams)
         await scene.mesh.until(lambda: not prefill.service._engine.moving.placement.placed)
+
+
+async def test_nobody_holds_weights_that_left() -> None:
+    async with moving_mesh(host={"num_blocks": 1500}) as scene:
+        model = await _model_of(scene)
+        layer = weakref.ref(model.layer(1))
+        del model
+        away = await scene.away(whole_layers(1, 3), with_weights=True)
+        gc.collect()
+        assert layer() is None
+        await scene.back(away.move_id)
+        assert (await _model_of(scene)).has_layers(range(3))
+
+
+async def _model_of(scene: MovesScene) -> Model:
+    engine = scene.home.service._engine
+    assert engine is not None
+    return await engine.moving.model_here()
