@@ -19,6 +19,7 @@ from libs.engine.hosting.port import Answer, HostLost
 from libs.model.layer import Layer
 from libs.placement.module import Module
 from libs.transport.port import Link, LinkError, Received
+from libs.worker.hosting.aside import aside
 from libs.worker.hosting.call_codec import join_call
 from libs.worker.hosting.frames import Assembly, BadFrame, Message
 from libs.worker.hosting.incoming_weights import IncomingWeights, LayerForm
@@ -269,7 +270,7 @@ class Guest:
         self, head: WeightPiece, tensors: Mapping[str, torch.Tensor], layers: MutableMapping[int, Layer]
     ) -> None:
         """The module may be closed meanwhile; then nobody needs the layer."""
-        layers[head.layer] = await asyncio.to_thread(self._form.build, tensors)
+        layers[head.layer] = await aside(partial(self._form.build, tensors))
         self._outgoing.put(WeightsAt(ask_id=head.ask_id))
 
     async def _close(self, head: Close) -> None:
