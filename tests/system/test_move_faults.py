@@ -78,6 +78,7 @@ ROWS = [
     Row(MovePhase.DONE, NATS, D0, D1, LAYERS),
     Row(MovePhase.COPYING, D0, P0, D0, LAYERS),
     Row(MovePhase.DONE, D1, P0, D1, HEADS),
+    Row(MovePhase.CATCHING_UP, P0, P0, D1, HEADS),
 ]
 
 
@@ -232,7 +233,7 @@ async def test_kill_in_each_phase(fragile_mesh: Mesh, moves: Moves, answers: lis
             killing.thaw()
         await load.next_right(NUM_STREAMS)
     print(f"{load.num_right} right, {len(load.errors)} errors, {len(load.refused)} refused")
-    assert row.victim == NATS or load.refused == []
+    assert row.victim in (NATS, P0) or load.refused == [], "there is another of its kind"
     assert len(load.errors) <= (0 if row.victim == COORDINATOR else NUM_STREAMS // 4), load.errors
     await moves.wait_settled()
     record = await moves.record(killing.move_id)
