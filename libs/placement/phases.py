@@ -8,6 +8,9 @@ From `releasing` on the module is where it should be: what breaks then is a lost
 
 from libs.bus.messages.migration import MovePhase
 
+HOME_LEFT = "its home left the mesh"
+"""How a move ends, for all others, whose home is gone: it is carried on by nobody."""
+
 _ROLLBACK = {MovePhase.ROLLING_BACK}
 
 _NEXT = {

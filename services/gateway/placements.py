@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from libs.bus.messages.migration import MovePhase, MoveRecord, PlacementTold
-from libs.placement.phases import is_over
+from libs.placement.phases import HOME_LEFT, is_over
 
 MAX_MOVES = 64
 """Moves that are remembered; of those that are over, the oldest are forgotten first."""
@@ -41,9 +41,11 @@ class Placements:
         return any(changed) or not is_same
 
     def hear_move(self, move: MoveRecord) -> bool:
-        """A move is so far. What was told by another way may come late: no phase is gone back to."""
+        """A move is so far. What was told by another way may come late: no phase is gone back to. Of how it
+        ended its home has the last word, also where it was thought to have left."""
         known = self._moves.get(move.move_id)
-        if known == move or (known is not None and _RANKS[move.phase] < _RANKS[known.phase]):
+        is_late = known is not None and _RANKS[move.phase] < _RANKS[known.phase] and not is_over(move.phase)
+        if known == move or is_late:
             return False
         self._moves[move.move_id] = move
         self._forget_old_moves()
@@ -54,7 +56,7 @@ class Placements:
         self._heard.pop(home, None)
         for move in [m for m in self._moves.values() if m.instance == home and not is_over(m.phase)]:
             self._moves[move.move_id] = replace(
-                move, phase=MovePhase.FAILED, error="its home left the mesh", ended_unix_seconds=now_unix
+                move, phase=MovePhase.FAILED, error=HOME_LEFT, ended_unix_seconds=now_unix
             )
 
     def get(self, home: str) -> HeardPlacement | None:

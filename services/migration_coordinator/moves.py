@@ -9,7 +9,7 @@ import msgspec
 
 from libs.balancing.mesh_view import UnderWay
 from libs.bus.messages.migration import MovePhase, MoveRecord, PlacementTold
-from libs.placement.phases import is_over
+from libs.placement.phases import HOME_LEFT, is_over
 
 KNOWN_WITHIN_SECONDS = 3.0
 """A home tells of its moves once a second: what it does not tell of after so long, it never began."""
@@ -53,9 +53,10 @@ class Moves:
         self._forget_marks()
 
     def told(self, record: MoveRecord, now: float) -> None:
-        """Its home tells of it. A move that is over stays over."""
+        """Its home tells of it. A move that is over stays over; of how it ended the home has the last word,
+        also where it was thought to be gone and only its way to the broker was cut."""
         known = self._records.get(record.move_id)
-        if known is None or not is_over(known.phase):
+        if known is None or not is_over(known.phase) or is_over(record.phase):
             self._put(record, now)
 
     def placement_told(self, told: PlacementTold, now: float) -> list[MoveRecord]:
@@ -75,7 +76,7 @@ class Moves:
     def departed(self, worker: str, now: float) -> list[MoveRecord]:
         """Ends the moves of an instance whose worker is gone. A lost host is for the home to find out."""
         lost = [one for one in self.under_way() if one.instance == worker]
-        return self._fail(lost, "its home worker is gone", now)
+        return self._fail(lost, HOME_LEFT, now)
 
     def take_overdue(self, now: float) -> list[MoveRecord]:
         """Moves to abandon: past their deadline by more than a grace, each told of once."""

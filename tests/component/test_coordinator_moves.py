@@ -122,7 +122,7 @@ def test_a_home_that_dies_ends_its_move_in_the_history(run_virtually: Run) -> No
             await scene.until(lambda: coordinator.value("kvmesh_coordinator_num_moves") == 0, 10)
             record = await scene.move(accepted.move_id)
             assert record is not None
-            assert record.error == "its home worker is gone"
+            assert record.error == "its home left the mesh"
             assert isinstance(await scene.plan("decode-0", "decode-1"), MoveDenied)
 
     run_virtually(scenario())

@@ -75,6 +75,18 @@ def test_a_move_that_its_home_does_not_tell_of_ends_after_a_while():
     assert not moves.under_way()
 
 
+def test_a_home_that_was_thought_to_be_gone_has_the_last_word_on_how_its_move_ended():
+    moves = Moves(10, 60.0)
+    moves.told(record("a"), 0.0)
+    assert [one.error for one in moves.departed("home", 1.0)] == ["its home left the mesh"]
+    moves.told(record("a"), 2.0)  # late
+    assert [one.phase for one in moves.newest_first()] == [MovePhase.FAILED]
+    moves.told(record("a", MovePhase.DONE), 3.0)
+    assert [one.phase for one in moves.newest_first()] == [MovePhase.DONE]
+    moves.told(record("a"), 4.0)
+    assert not moves.under_way()
+
+
 def test_overdue_moves_are_told_of_once():
     moves = Moves(10, 60.0)
     moves.told(record("a"), 0.0)
