@@ -77,7 +77,9 @@ def _add_migrate(migrate: argparse.ArgumentParser) -> None:
     )
     migrate.add_argument("--heads", type=_heads, metavar="1,2", help="KV heads, of --layers or of all layers")
     migrate.add_argument("--tokens", action="store_true", help="whole blocks that the host lends")
-    migrate.add_argument("--blocks", type=_positive, help="how many; none: what it can spare")
+    migrate.add_argument(
+        "--blocks", type=_positive, help="that the host is to hold or lend; none: what it can spare"
+    )
     migrate.add_argument(
         "--return", dest="return_of", metavar="MOVE_ID", help="what it brought away comes home"
     )

@@ -58,7 +58,7 @@ def follow_move(
                     console.print(f"  {_phase_words(record, phase)}", soft_wrap=True)
             if record["is_over"]:
                 break
-            status.update(f"{_words(record['phase'])}  {_figures(record)}")
+            status.update(f"{_words(record['phase'])}  {progress_words(record)}")
             pause(_LOOK_SECONDS)
             record = gateway.migration(move_id)
     if record["phase"] == "done":
@@ -95,6 +95,15 @@ def move_words(move: dict[str, Any]) -> str:
     return f"{move['what']} of {instance} to {host}{kind}"
 
 
+def progress_words(record: dict[str, Any]) -> str:
+    """How far it is: `42% of 80 MiB: KV 4 MiB, weights 30 MiB`."""
+    num_bytes = record["num_kv_bytes"] + record["num_weight_bytes"]
+    if not (num_total_bytes := record.get("num_total_bytes", 0)):
+        return _size_words(record) if num_bytes else ""
+    share = f"{min(1.0, num_bytes / num_total_bytes):.0%} of {size_words(num_total_bytes)}"
+    return f"{share}: {_size_words(record)}"
+
+
 def _ended_phases(record: dict[str, Any]) -> Iterator[str]:
     """Those whose time is told, in the order of their course, but the one that it is in."""
     seconds = record["phase_seconds"]
@@ -109,10 +118,6 @@ def _phase_words(record: dict[str, Any], phase: str) -> str:
         "switching": f"pause {1000 * record['pause_seconds']:.1f} ms",
     }
     return f"{_words(phase):<13}{seconds:>9}  {figures.get(phase, '')}".rstrip()
-
-
-def _figures(record: dict[str, Any]) -> str:
-    return _size_words(record) if record["num_kv_bytes"] or record["num_weight_bytes"] else ""
 
 
 def _size_words(record: dict[str, Any]) -> str:

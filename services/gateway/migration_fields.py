@@ -32,7 +32,17 @@ class MigrationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         | None
     ) = None
     tokens: Annotated[bool, Meta(description="the host lends whole blocks")] = False
-    num_blocks: Annotated[int, Meta(description="how many; none: what it can spare", ge=1)] | None = None
+    num_blocks: (
+        Annotated[
+            int,
+            Meta(
+                description="that the host is to hold or lend; none: what it can spare, and of layers and "
+                "heads at least as many as the home has",
+                ge=1,
+            ),
+        ]
+        | None
+    ) = None
     return_of: Annotated[str, Meta(description="the move that brought away what comes home")] | None = None
     kind: (
         Annotated[
@@ -61,8 +71,8 @@ def check_shape(asked: MigrationRequest) -> None:
         raise BadRequest("kv_heads: a head is named twice", param="kv_heads")
     if asked.kind is not None and module != ["layers"]:
         raise BadRequest("kind is of layers alone", param="kind")
-    if asked.num_blocks is not None and not asked.tokens:
-        raise BadRequest("num_blocks is of tokens alone", param="num_blocks")
+    if asked.num_blocks is not None and asked.return_of is not None:
+        raise BadRequest("num_blocks is of modules that leave", param="num_blocks")
     if (asked.host is None) != (asked.return_of is not None):
         said = "a module comes home: no host is needed" if asked.host else "host is missing"
         raise BadRequest(said, param="host")

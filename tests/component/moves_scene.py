@@ -26,6 +26,8 @@ from libs.placement.phases import is_over
 from libs.placement.placement import Placement, all_home
 
 SECONDS = 20.0
+HOST_BLOCKS = 600
+"""Unless a test says otherwise: room for what leaves a home of 256."""
 
 
 class MovesScene:
@@ -155,7 +157,7 @@ async def moving_mesh(*, host: dict[str, Any] | None = None, **home: Any) -> Asy
             mesh,
             gateway,
             await mesh.decode("decode-0", role="both", **home),
-            await mesh.decode("decode-1", role="both", **(host or {})),
+            await mesh.decode("decode-1", role="both", **({"num_blocks": HOST_BLOCKS} | (host or {}))),
         )
         await scene.open()
         await mesh.until(lambda: scene.host.presence in scene.home.service._roster.all())

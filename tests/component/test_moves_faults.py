@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from moves_scene import MovesScene, moving_mesh
+from moves_scene import HOST_BLOCKS, MovesScene, moving_mesh
 from workers_mesh import prompt_of
 
 from libs.bus.messages.migration import MoveAccepted, MovePhase
@@ -76,7 +76,7 @@ async def test_a_home_that_dies_leaves_nothing_at_its_host(phase: MovePhase) -> 
         host = scene.host
         await scene.mesh.until(lambda: host.gauge("kvmesh_hosted_modules") == 0)
         await scene.mesh.until(lambda: host.gauge("kvmesh_hosted_bytes") == 0)
-        assert host.gauge("kvmesh_num_blocks") == 256
+        assert host.gauge("kvmesh_num_blocks") == HOST_BLOCKS
         stream = await scene.gateway.generate([1, 2, 3], decode=host.incarnation, max_tokens=5)
         assert len(stream.tokens) == 5
 

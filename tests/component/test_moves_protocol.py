@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 import pytest
-from moves_scene import moving_mesh
+from moves_scene import HOST_BLOCKS, moving_mesh
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from libs.bus.messages.migration import DenialReason, MoveAccepted, MoveDenied, MovePhase
@@ -31,6 +31,7 @@ async def test_phases_follow_each_other_and_the_record_says_what_was_done() -> N
         assert (away.expected_epoch, away.epoch) == (0, 1)
         assert away.num_blocks_before == 256 < away.num_blocks_after
         assert away.pause_seconds > 0
+        assert away.num_total_bytes == away.num_kv_bytes > 0
         assert away.started_unix_seconds < away.ended_unix_seconds
         assert set(away.phase_seconds) == {
             "planned",
@@ -117,6 +118,59 @@ async def test_a_host_without_room_fails_the_move_and_nothing_else() -> None:
         assert "blocks" in record.error
         await scene.check(streams)
         await scene.until_nothing_is_left()
+
+
+async def test_a_head_that_leaves_gives_its_memory_to_blocks_where_the_host_has_room() -> None:
+    async with moving_mesh(host={"num_blocks": 1000}) as scene:
+        num_heads = scene.placement.num_kv_heads
+        away = await scene.away(heads_of(0, 3, (0,)))
+        assert away.num_blocks_after == 256 * num_heads // (num_heads - 1)
+
+
+async def test_a_home_loses_blocks_by_a_move_only_where_the_order_says_how_many_are_enough() -> None:
+    async with moving_mesh(host={"num_blocks": 250}) as scene:
+        refused = await scene.move(whole_layers(0, 2))
+        assert refused.phase is MovePhase.FAILED
+        assert "256 are asked for" in refused.error
+        assert scene.placement.epoch == 0
+        away = await scene.away(whole_layers(0, 2), num_blocks=150)
+        assert away.num_blocks_after == 150
+
+
+async def test_how_far_a_move_is_is_told_while_it_copies() -> None:
+    async with moving_mesh(move_bandwidth_mib=0.02) as scene:
+        streams = await scene.begin(4, 100)
+        started = await scene.start(heads_of(0, 3, (1,)))
+        assert isinstance(started, MoveAccepted)
+        await scene.until(started.move_id, MovePhase.COPYING)
+
+        def is_part_way() -> bool:
+            told = scene.placements.get(scene.home.incarnation)
+            return any(0 < one.num_kv_bytes < one.num_total_bytes for one in told.moves) if told else False
+
+        await scene.mesh.until(is_part_way)
+        await scene.abandon(started.move_id)
+        await scene.check(streams)
+
+
+async def test_hosts_that_leave_at_once_give_back_one_module_after_the_other() -> None:
+    async with moving_mesh() as scene:
+        other = await scene.mesh.decode("decode-2", role="both", num_blocks=HOST_BLOCKS)
+        await scene.mesh.until(lambda: other.presence in scene.home.service._roster.all())
+        streams = await scene.begin(3, 200)
+        await scene.away(whole_layers(0, 1))
+        await scene.away(heads_of(1, 2, (0,)))
+        await scene.away(whole_layers(2, 3), host=other.incarnation)
+        scene.told.clear()
+        async with asyncio.TaskGroup() as tasks:
+            ended = [tasks.create_task(scene.mesh.stop(one)) for one in (scene.host, other)]
+        assert [one.result() for one in ended] == [0, 0]
+        assert not scene.placement.placed
+        returns = sorted(scene.told.values(), key=lambda told: told[0].started_unix_seconds)
+        assert [told[-1].phase for told in returns] == [MovePhase.DONE] * 3
+        for before, after in itertools.pairwise(returns):
+            assert before[-1].ended_unix_seconds <= after[0].started_unix_seconds
+        await scene.check(streams)
 
 
 @pytest.mark.parametrize(

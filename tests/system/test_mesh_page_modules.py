@@ -211,6 +211,7 @@ def test_what_is_on_its_way_is_a_rectangle_of_its_own_with_its_goal(page: Page) 
 def test_a_move_is_seen_phase_by_phase_and_then_among_those_that_ended(scene: Scene, page: Page) -> None:
     now = time.time()
     facts: dict[str, Any] = {"move_id": "live-1", "with_weights": True, "started_unix_seconds": now}
+    facts["num_total_bytes"] = 48 << 20
     current = "document.querySelector('#under-way [data-id=live-1] [aria-current=step] span').textContent"
     for phase, shown, took in (
         (MovePhase.RESERVING, "reserve", {}),
@@ -221,7 +222,7 @@ def test_a_move_is_seen_phase_by_phase_and_then_among_those_that_ended(scene: Sc
         there = "document.querySelector('#under-way [data-id=live-1] [aria-current=step]')"
         see(page, f"!!{there} && {current} === {shown!r}", f"the move is at {shown}")
     card = page.ask("document.querySelector('#under-way [data-id=live-1]').innerText").replace("\u00a0", " ")
-    for said in ("layers 20-29 of decode-0 to prefill-0 (migrate)", "1.25 s", "KV 12 MiB"):
+    for said in ("layers 20-29 of decode-0 to prefill-0 (migrate)", "1.25 s", "25 % of 48 MiB", "KV 12 MiB"):
         assert said in card
     assert "on the way to prefill-0" in page.ask(label_of("decode-0"))
     scene.tell(MoveTold(move=done(**facts | {"ended_unix_seconds": now + 2})))

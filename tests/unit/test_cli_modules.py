@@ -16,7 +16,7 @@ from services.cli.admin_key import find_admin_key
 from services.cli.arguments import BadCommand, move_asked, new_parser
 from services.cli.explain import show_explanation
 from services.cli.letters import Letters
-from services.cli.migrate import follow_move, start_move
+from services.cli.migrate import follow_move, progress_words, start_move
 from services.cli.placement import show_placement
 from services.gateway.placement_view import move_document
 
@@ -242,6 +242,20 @@ def test_a_move_is_followed_through_its_phases_each_told_once() -> None:
         "copying",
         "rolling back",
     ]
+
+
+def test_how_far_a_move_is_is_told_as_soon_as_it_is_known() -> None:
+    def words(**facts: int) -> str:
+        return progress_words(move_document(record(**facts), {}))
+
+    assert words() == ""
+    assert words(num_kv_bytes=1 << 20) == "KV 1.0 MiB"
+    assert words(num_kv_bytes=1 << 20, num_total_bytes=4 << 20) == "25% of 4.0 MiB: KV 1.0 MiB"
+    assert (
+        words(num_total_bytes=8 << 20, num_weight_bytes=2 << 20)
+        == "25% of 8.0 MiB: KV 0.0 MiB, weights 2.0 MiB"
+    )
+    assert words(num_kv_bytes=5 << 20, num_total_bytes=4 << 20).startswith("100% of")
 
 
 def test_a_move_home_is_told_as_such() -> None:

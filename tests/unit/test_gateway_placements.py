@@ -66,6 +66,17 @@ def test_in_whatever_order_a_moves_phases_come_the_last_one_stays(
     assert [move.phase for move in placements.moves()] == course[-1:]
 
 
+def test_a_home_that_was_thought_to_be_gone_has_the_last_word_on_how_its_move_ended() -> None:
+    placements = Placements()
+    placements.hear_move(record())
+    placements.forget(DECODE, 1002.0)
+    assert [move.error for move in placements.moves()] == ["its home left the mesh"]
+    assert not placements.hear_move(record(MovePhase.SWITCHING))  # late
+    assert placements.hear_move(done())
+    assert not placements.hear_move(record(MovePhase.RELEASING))
+    assert [move.phase for move in placements.moves()] == [MovePhase.DONE]
+
+
 def test_figures_within_a_phase_are_news() -> None:
     placements = Placements()
     assert placements.hear_move(record(num_kv_bytes=1))
@@ -239,7 +250,7 @@ def test_what_passes_the_check_is_one_whole_move(asked: MigrationRequest) -> Non
         assert len(set(plan.module.kv_heads)) == len(plan.module.kv_heads)
     is_layers = asked.layers is not None and asked.kv_heads is None
     assert plan.with_weights == (is_layers and asked.kind != "offload")
-    assert not plan.num_blocks or asked.tokens
+    assert not plan.num_blocks or plan.module is not None
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How long each phase took, by the value of `MovePhase`."""
     num_kv_bytes: int = 0
     num_weight_bytes: int = 0
+    num_total_bytes: int = 0
+    """That there are to copy, as far as is known: what steps write anew is added. 0: not known yet."""
     num_rounds: int = 0
     """Delta rounds before the switch."""
     pause_seconds: float = 0.0

@@ -100,7 +100,7 @@ class Mover:
         self.is_draining = True
         if self._move is not None:
             self._move.abandon("its home is about to end")
-        await self._is_idle.wait()
+        await self._idle()
 
     async def close(self) -> None:
         """Take no more orders."""
@@ -189,7 +189,7 @@ class Mover:
         if self._move is not None and self._move.record.host == worker and not self._move.record.is_return:
             self._move.abandon("its host is leaving")
         while True:
-            await self._is_idle.wait()
+            await self._idle()
             at_host = self._at(worker)
             if not at_host or self.is_draining:
                 break
@@ -205,6 +205,11 @@ class Mover:
             if self._records[order.move_id].phase is MovePhase.FAILED:
                 break
         self._leaving.discard(worker)
+
+    async def _idle(self) -> None:
+        """No move is under way, and the caller may begin one at once: of several that waited, one did."""
+        while self._move is not None:
+            await self._is_idle.wait()
 
     def _begin(self, order: StartMove, placed: Placed) -> None:
         host = self._roster.get(placed.worker)
@@ -255,6 +260,8 @@ class Mover:
         total = self._home.num_total_blocks
         if placed.module.kind is ModuleKind.TOKENS:
             least = order.num_blocks or 1
+        elif not order.num_blocks:
+            least = total  # a home does not lose blocks unless whoever ordered it said how many are enough
         else:
             block_size = self._settings.block_size
             one_sequence = min(total, -(-self._max_model_len // block_size))
@@ -273,6 +280,8 @@ class Mover:
         self._telling.moved(record)
 
     def _told(self) -> PlacementTold:
+        if self._move is not None:  # its record says more than at its last change of phase
+            self._records[self._move.record.move_id] = self._move.record
         records = list(self._records.values())
         under_way = [one for one in records if not is_over(one.phase)]
         ended = [one for one in records if is_over(one.phase)][-_NUM_TOLD:]

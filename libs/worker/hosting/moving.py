@@ -100,7 +100,9 @@ class Move:
             self._bound = None
 
     async def _begin(self) -> None:
+        self._expect(self._home.num_total_blocks - self._home.num_free_blocks)  # a guess until it has begun
         num_left = await self._way.begin(self._count_weights)
+        self._expect(num_left)
         self._progress = replace(self._progress, num_left_blocks=num_left)
         await self._copy()
 
@@ -119,6 +121,7 @@ class Move:
             await self._way.settle()  # no more is under way than the host takes
             num_left, num_bytes = piece.num_left_blocks, num_bytes + piece.num_copied_bytes
             await self._count_kv(piece.num_copied_bytes)
+            self._expect(num_left)
             if not piece.num_copied_bytes:
                 break
         self._progress = replace(self._progress, num_left_blocks=num_left, num_left_before=num_before)
@@ -141,12 +144,17 @@ class Move:
         self.record = replace(
             self.record,
             num_kv_bytes=switched.num_bytes,
+            num_total_bytes=self.record.num_weight_bytes + switched.num_bytes,
             epoch=self._home.placement.epoch,
             pause_seconds=switched.pause_seconds,
             num_blocks_after=switched.num_blocks_after,
             error="",
         )
         self._progress = replace(self._progress, trouble="")
+
+    def _expect(self, num_left_blocks: int) -> None:
+        num_kv_bytes = self.record.num_kv_bytes + num_left_blocks * self._block_bytes
+        self.record = replace(self.record, num_total_bytes=self._way.num_weight_bytes + num_kv_bytes)
 
     async def _count_kv(self, num_bytes: int) -> None:
         self.record = replace(self.record, num_kv_bytes=self.record.num_kv_bytes + num_bytes)

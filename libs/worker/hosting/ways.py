@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
 
+from libs.engine.errors import NoRoom
 from libs.engine.hosting.port import HostLost
 from libs.model.layer_weights import layer_tensors, layer_weight_bytes
 from libs.model.model import Model
 from libs.placement.placement import Placed
+from libs.worker.hosting.aside import aside
 from libs.worker.hosting.frames import PIECE_BYTES
 from libs.worker.hosting.home import Home
 from libs.worker.hosting.host_link import HostLink
@@ -23,8 +26,13 @@ CountWeights = Callable[[int], Awaitable[None]]
 class Way(Protocol):
     """What a move does in its phases, apart from copying KV and switching, which is one for both."""
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """Of weights that travel, once they are reserved for."""
+        ...
+
     async def reserve(self) -> None:
-        """Make sure of all that the switch will need."""
+        """Make sure that there is room."""
         ...
 
     async def begin(self, count_weights: CountWeights) -> int:
@@ -76,6 +84,7 @@ class Away:
     ) -> None:
         self._home, self._connect, self._placed = home, connect, placed
         self._num_blocks_least = num_blocks_least
+        self.num_weight_bytes = 0
         self._host: HostLink | None = None
         self._beginning = _Beginning()
 
@@ -83,16 +92,24 @@ class Away:
         """See Way. What is asked for is what the home could make use of."""
         placed, home = self._placed, self._home
         wanted = placed.num_blocks or await home.capacity_with(placed)
-        model = await home.model_here()
-        weight_bytes = len(placed.module.layers) * layer_weight_bytes(model.config, model.dtype)
+        if not placed.has_weights_at_home:
+            model = await home.model_here()
+            layer_bytes = layer_weight_bytes(model.config, model.dtype)
+            self.num_weight_bytes = len(placed.module.layers) * layer_bytes
         self._host = await self._connect()
-        num_blocks = await self._host.open(
-            placed.move_id,
-            placed.module,
-            num_blocks_wanted=max(wanted, self._num_blocks_least),
-            num_blocks_least=self._num_blocks_least,
-            weight_bytes=0 if placed.has_weights_at_home else weight_bytes,
-        )
+        try:
+            num_blocks = await self._host.open(
+                placed.move_id,
+                placed.module,
+                num_blocks_wanted=max(wanted, self._num_blocks_least),
+                num_blocks_least=self._num_blocks_least,
+                weight_bytes=self.num_weight_bytes,
+            )
+        except NoRoom as refusal:
+            if placed.num_blocks:
+                raise
+            hint = f"or order it with a number of blocks that is enough; the home has {home.num_total_blocks}"
+            raise NoRoom(f"{refusal}; {hint}") from refusal
         self._placed = replace(placed, num_blocks=num_blocks)
 
     async def begin(self, count_weights: CountWeights) -> int:
@@ -101,7 +118,7 @@ class Away:
         if not placed.has_weights_at_home:
             model = await self._home.model_here()
             for layer in placed.module.layers:
-                tensors = await asyncio.to_thread(layer_tensors, model.layer(layer))
+                tensors = await aside(partial(layer_tensors, model.layer(layer)))
                 for name, tensor in tensors.items():
                     await self._send(host, layer, name, tensor, count_weights)
             model_after = model.without_layers(placed.module.layers)
@@ -142,19 +159,20 @@ class Return:
 
     def __init__(self, home: Home, find: Callable[[], HostLink | None], placed: Placed) -> None:
         self._home, self._find, self._placed = home, find, placed
-        self._model_after: Model | None = None
+        self.num_weight_bytes = 0  # they are read where the model was loaded from
         self._beginning = _Beginning()
 
     async def reserve(self) -> None:
-        """See Way. Weights that travelled are read again from where the model was loaded."""
-        if not self._placed.has_weights_at_home:
-            model, layers = await self._home.model_here(), self._placed.module.layers
-            loaded = await asyncio.to_thread(model.reload_layers, layers)
-            self._model_after = model.with_layers(loaded)
+        """See Way. What the home has too little room for, the switch takes from its youngest sequences."""
 
     async def begin(self, count_weights: CountWeights) -> int:
-        """See Way."""
-        begin = self._home.begin_return(self._placed.move_id, model_after=self._model_after)
+        """See Way. Weights that travelled are read again from where the model was loaded."""
+        model_after: Model | None = None
+        if not self._placed.has_weights_at_home:
+            model, layers = await self._home.model_here(), self._placed.module.layers
+            loaded = await aside(partial(model.reload_layers, layers))
+            model_after = model.with_layers(loaded)
+        begin = self._home.begin_return(self._placed.move_id, model_after=model_after)
         return await self._beginning.run(begin)
 
     async def settle(self) -> None:
@@ -168,6 +186,5 @@ class Return:
 
     async def roll_back(self) -> None:
         """See Way."""
-        self._model_after = None
         await self._beginning.over()
         await self._home.cancel_move(self._placed.move_id)

@@ -49,7 +49,7 @@ function drawMove(card, move, now) {
     index === at ? step.setAttribute("aria-current", "step") : step.removeAttribute("aria-current");
     setText(step.lastElementChild, took === undefined ? (index === at ? "now" : "") : seconds(took));
   });
-  setText(card.querySelector(".detail"), [...sizeWords(move), move.reason].filter(Boolean).join(" · "));
+  setText(card.querySelector(".detail"), [shareWords(move), ...sizeWords(move), move.reason].filter(Boolean).join(" · "));
 }
 
 function stepElement(name) {
@@ -58,6 +58,11 @@ function stepElement(name) {
   title.textContent = name;
   step.append(title, document.createElement("small"));
   return step;
+}
+
+/** How much of what there is to copy has been copied; steps that write anew add to it. */
+function shareWords({ num_kv_bytes: kv, num_weight_bytes: weights, num_total_bytes: total }) {
+  return total ? `${percent(Math.min(1, (kv + weights) / total))} of ${bytes(total)}` : "";
 }
 
 function sizeWords(move) {
