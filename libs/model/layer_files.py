@@ -41,12 +41,13 @@ class LayerFiles:
 
     def read_layers(self, layers: range) -> dict[int, Layer]:
         """See `LayerSource`. The fingerprint is taken before and after, so layers of files that are replaced
-        meanwhile are refused too."""
+        meanwhile are refused too. Headers, whose vocabulary takes as long as some layers, are read once."""
         try:
-            checkpoint = self._unchanged()
+            checkpoint = self._opened()
+            self._check(checkpoint)
             found = assemble_layers(self._config, checkpoint, layers, dtype=self._dtype, device=self._device)
             result = dict(found)
-            self._unchanged()
+            self._check(checkpoint)
         except (BrokenModel, OSError, ValueError, SafetensorError) as error:  # ValueError: a map past the end
             raise SourceChanged(
                 f"the weights in {self._source} cannot be read again: {error}; put the files back"
@@ -54,15 +55,16 @@ class LayerFiles:
         give_back_freed_memory()  # what packing needed
         return result
 
-    def _unchanged(self) -> Checkpoint:
-        """The checkpoint, if its weights are still those of the model."""
+    def _opened(self) -> Checkpoint:
         if not self._source.exists():
             raise SourceChanged(f"{self._source} is gone, and with it the weights; put it back")
-        checkpoint = open_checkpoint(self._source, self._config)
+        return open_checkpoint(self._source, self._config)
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """What lies where its tensors are must still be the weights of the model."""
         name = fingerprint(self._config, checkpoint.spans, str(self._dtype).removeprefix("torch."))
         if name != self._fingerprint:
             raise SourceChanged(
                 f"{self._source} holds other weights than those loaded from it (fingerprint {name}, was "
                 f"{self._fingerprint}); put the old files back, or restart with the new ones"
             )
-        return checkpoint
