@@ -9,6 +9,7 @@ from workers_mesh import prompt_of
 
 from libs.model.model import Model
 from libs.placement.module import Module, heads_of, whole_layers
+from libs.worker.hosting import host_link
 
 MODULES = {
     "first layers": whole_layers(0, 2),
@@ -95,6 +96,27 @@ async def test_prefill_workers_have_their_modules_hosted_while_they_hand_prompts
             await scene.back(away.move_id)
             await scene.check(streams)
         await scene.mesh.until(lambda: not prefill.service._engine.moving.placement.placed)
+
+
+async def test_workers_that_host_for_each_other_go_on_where_every_call_waits_to_be_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_link, "MAX_UNSENT_BYTES", 0)
+    async with moving_mesh(num_blocks=600) as scene:
+        prefill = await scene.mesh.prefill(name="prefill-0")
+        one, other = scene.home, scene.host
+        for scene.home, scene.host in ((one, other), (other, one)):
+            await scene.away(heads_of(0, 3, (1,)), num_blocks=200)
+        streams = [
+            await scene.gateway.begin(
+                scene.gateway.generation(prompt_of(170, n), max_tokens=60),
+                prefill=prefill.incarnation,
+                decode=(one, other)[n % 2].incarnation,
+            )
+            for n in range(6)
+        ]
+        await scene.check(streams)
+        assert one.gauge("kvmesh_hosts_lost_total") == other.gauge("kvmesh_hosts_lost_total") == 0
 
 
 async def test_nobody_holds_weights_that_left() -> None:
