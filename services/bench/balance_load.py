@@ -79,6 +79,11 @@ class Seen:
         return [later - sooner for one in self.records for sooner, later in pairwise(one["token_seconds"])]
 
     @property
+    def settled(self) -> "Seen":
+        """Its rounds of the second half alone, in which loads of before are forgotten."""
+        return Seen(self.phase, self.records, self.loads, self.rounds[len(self.rounds) // 2 :])
+
+    @property
     def peak_utilization(self) -> float:
         """Of the busiest device in each round, on average; as the loop weighs it."""
         return _mean_peak(self.rounds, "utilization")
