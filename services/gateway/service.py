@@ -11,6 +11,7 @@ from libs.bus.messages.generation import TokenFrame
 from libs.bus.messages.migration import MoveTold, PlacementTold
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
 from libs.bus.port import Subscription
+from libs.placement.phases import is_over
 from libs.request.outcome import FailureReason
 from libs.runtime.http_server import HttpServer
 from libs.runtime.roster import Roster, RosterChange, watch_roster
@@ -171,7 +172,9 @@ class GatewayService:
             self._feed.changed()
 
     def _on_move(self, told: MoveTold) -> None:
-        if self._placements.hear_move(told.move):
+        """Of a home that nobody knows only how a move ended is kept: nobody would end what it was moving."""
+        is_here = self._roster.get(told.move.instance) is not None
+        if (is_here or is_over(told.move.phase)) and self._placements.hear_move(told.move):
             self._feed.changed()
 
     def _roster_changed(self, change: RosterChange) -> None:

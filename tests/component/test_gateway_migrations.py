@@ -296,6 +296,15 @@ async def test_a_worker_that_left_is_in_no_placement_and_its_move_has_failed(mes
     assert (move["phase"], move["error"], move["is_over"]) == ("failed", "its home left the mesh", True)
 
 
+async def test_a_move_of_a_home_that_is_not_here_is_never_seen_under_way(mesh: Mesh) -> None:
+    await mesh.bus.publish(MoveTold(move=record(move_id="m1", instance="gone")))
+    await mesh.bus.publish(MoveTold(move=done(move_id="m2", instance="gone")))
+    await tell_placement(mesh, told(at_home()))
+    async with mesh.http() as http:
+        moves = (await http.get("/v1/mesh")).json()["migrations"]
+    assert [(move["id"], move["phase"]) for move in moves] == [("m2", "done")]
+
+
 async def test_rounds_are_explained_as_many_as_asked_for(mesh: Mesh, coordinator: Coordinator) -> None:
     coordinator.rounds = [seen(9, candidates=(candidate(),), move_id="m1"), seen(8)]
     asked = (await ask(mesh, "GET", "/v1/mesh/explain?rounds=7")).json()
