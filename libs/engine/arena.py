@@ -106,10 +106,12 @@ class Arena:
 
     def shrink(self, num_bytes: int, used_bytes: int) -> None:
         """Undoes `grow`. Raises NoRoom where the owner uses more than would be left."""
-        if self.own_bytes - num_bytes < used_bytes:
-            raise NoRoom(f"{used_bytes} bytes are in use; {num_bytes} of {self.num_bytes} cannot be dropped")
-        self._drop(used_bytes, self._own_end_byte)
+        end_byte = self._own_end_byte
         self.num_bytes -= num_bytes
+        if self.own_bytes < used_bytes:
+            self.num_bytes += num_bytes
+            raise NoRoom(f"{used_bytes} bytes are in use; {num_bytes} of {self.num_bytes} cannot be dropped")
+        self._drop(used_bytes, end_byte)
 
     def touch(self, first_byte: int, end_byte: int) -> bool:
         """Takes the pages of a span now, without a change of what is in them; False where that cannot be.

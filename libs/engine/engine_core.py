@@ -28,7 +28,6 @@ from libs.engine.hosts import Hosts, Wait, result_now
 from libs.engine.incoming import Incoming
 from libs.engine.ledger import Ledger
 from libs.engine.loading import LoadingStep
-from libs.engine.lost_host import lose_host
 from libs.engine.meter import Meter
 from libs.engine.moves import Moves
 from libs.engine.not_yet import NotYet
@@ -190,9 +189,7 @@ class EngineCore:
     def lose_host(self, worker: str, why: str, cut: Collection[Sequence] = ()) -> None:
         """See `Engine.lose_host`. Of `cut` sequences, a step that broke has handed over some layers."""
         with torch.inference_mode():
-            self.moves.lose(worker)
-            self._failed += lose_host(self._home, worker, why, cut)
-        self.hosted.model = self.model
+            self._failed += self.moves.lose(worker, why, cut)
 
     def least_blocks(self) -> int:
         """See OwnPool."""

@@ -1,6 +1,7 @@
 """The KV of one module on its way, piece by piece."""
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sized
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,10 @@ from libs.placement.placement import Placed
 
 _PIECE_BYTES = 8 << 20
 """Read or written at once where no one sets a limit."""
+_MAX_ASKED = 2
+"""Pieces on their way home: one is read at the host while another one travels."""
+_GONE = -1
+"""In place of a block that is over; no block has this id."""
 
 
 class KvCopy(Protocol):
@@ -79,8 +84,8 @@ class KvAway:
 
     def copy_some(self, max_bytes: int, live: set[int]) -> int:
         """See KvCopy."""
-        block_bytes = len(self._slots) * self._pool.layout.slot_elements * self._pool.layout.dtype.itemsize
-        blocks = np.array(self._dirty.take(max(1, max_bytes // block_bytes), live), dtype=np.int64)
+        num_blocks = max(1, max_bytes // _bytes_of(self._pool, self._slots))
+        blocks = np.array(self._dirty.take(num_blocks, live), dtype=np.int64)
         if not len(blocks):
             return 0
         kv = _slots_of(self._pool, blocks, self._slots)
@@ -113,14 +118,12 @@ class KvHome:
         self._is_lent = placed.module.kind is ModuleKind.TOKENS
         blocks = [block for block in live if block >= self._first_lent]
         self._dirty = DirtyBlocks(blocks)
-        self._block_bytes = len(self._slots) * pool.layout.slot_elements * pool.layout.dtype.itemsize
         self._staging = Staging()
-        self._asked: tuple[list[int], Answer] | None = None
+        self._asked = deque[tuple[list[int], Answer]]()
 
     def num_left(self, live: set[int]) -> int:
         """See KvCopy."""
-        on_its_way = len(self._asked[0]) if self._asked is not None else 0
-        return self._dirty.num_left(live) + on_its_way
+        return self._dirty.num_left(live) + sum(len(blocks) for blocks, _ in self._asked)
 
     def wrote(self, blocks: Iterable[int]) -> None:
         """See KvCopy."""
@@ -130,22 +133,27 @@ class KvHome:
         """See KvCopy. What is on its way was asked for before the host heard of it."""
         self._dirty.rename(moved)
         self._staging.rename(moved)
-        if self._asked is not None:
-            blocks, answer = self._asked
-            self._asked = [moved.get(block, block) for block in blocks], answer
+        names = dict.fromkeys(moved.values(), _GONE) | moved
+        for blocks, _ in self._asked:
+            blocks[:] = [names.get(block, block) for block in blocks]
 
     def copy_some(self, max_bytes: int, live: set[int]) -> int:
         """See KvCopy. NotYet while what was asked for has not come."""
-        if self._asked is None and not self._ask(max_bytes, live):
+        self._ask_ahead(max_bytes, live)
+        if not self._asked:
             return 0
-        if self._asked is None or not self._asked[1].is_done:
+        if not self._asked[0][1].is_done:
             raise NotYet
-        return self._take()
+        num_bytes = self._take()
+        self._ask_ahead(max_bytes, live)
+        return num_bytes
 
     def catch_up(self, live: set[int]) -> None:
         """See KvCopy."""
-        while self._asked is not None or self._ask(_PIECE_BYTES, live):
+        self._ask_ahead(_PIECE_BYTES, live)
+        while self._asked:
             self._take()
+            self._ask_ahead(_PIECE_BYTES, live)  # while it waits KV from outside is written
 
     def fill(self, live: set[int]) -> None:
         """See KvCopy."""
@@ -157,24 +165,26 @@ class KvHome:
         """Of a module of lent blocks, the home's id of its first one; others have all ids."""
         return self._pool.num_blocks if self._is_lent else 0
 
-    def _ask(self, max_bytes: int, live: set[int]) -> bool:
-        blocks = self._dirty.take(max(1, max_bytes // self._block_bytes), live)
-        if not blocks:
-            return False
-        ids = np.array(blocks, dtype=np.int64) - self._first_lent
-        call = ReadBlocks(self._placed.move_id, None, ids)
-        self._asked = blocks, self._hosts.call(self._placed.worker, call)
-        return True
+    def _ask_ahead(self, max_bytes: int, live: set[int]) -> None:
+        num_blocks = max(1, max_bytes // _bytes_of(self._pool, self._slots))
+        while len(self._asked) < _MAX_ASKED and (blocks := self._dirty.take(num_blocks, live)):
+            ids = np.array(blocks, dtype=np.int64) - self._first_lent
+            call = ReadBlocks(self._placed.move_id, None, ids)
+            self._asked.append((blocks, self._hosts.call(self._placed.worker, call)))
 
     def _take(self) -> int:
-        if self._asked is None:
-            return 0
-        blocks, answer = self._asked
+        """The piece that was asked for first: a later one has what was written meanwhile."""
+        blocks, answer = self._asked[0]
         kv = self._hosts.wait(self._placed.worker, answer)
-        self._asked = None
+        self._asked.popleft()
         self._staging.put(blocks, kv)
         self.num_bytes += kv.nbytes
         return kv.nbytes
+
+
+def _bytes_of(pool: Pool, slots: Sized) -> int:
+    """Of one block."""
+    return len(slots) * pool.layout.slot_elements * pool.layout.dtype.itemsize
 
 
 def _slots_of(pool: Pool, blocks: NDArray[np.int64], slots: Iterable[tuple[int, int]]) -> torch.Tensor:

@@ -35,7 +35,6 @@ def lose_host(home: Home, worker: str, why: str, cut: Collection[Sequence]) -> l
     home.arrangement.change(placement, model, num_dropped_bytes=dropped)
     for one in lost:
         home.weights.came_back(one.move_id)
-    home.hosts.keep(one.worker for one in placement.placed)
     home.on_placement(placement, f"{worker}: {why}")
     return failed
 

@@ -6,17 +6,19 @@ placement.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from libs.engine.errors import MoveRefused, NoRoom
 from libs.engine.home import Home
 from libs.engine.hosting.hosted_modules import HostedModules
 from libs.engine.hosting.port import Host, HostLost
 from libs.engine.kv_copies import KvAway, KvCopy, KvHome
+from libs.engine.lost_host import lose_host
 from libs.engine.not_yet import NotYet
-from libs.engine.outputs import CopyProgress, Switched
+from libs.engine.outputs import CopyProgress, SequenceFailed, Switched
 from libs.engine.scheduler import blocks_for
-from libs.model.model import Model
+from libs.engine.sequence import Sequence
+from libs.model.model import Layer, Model
 from libs.placement.module import ModuleKind
 from libs.placement.placement import Placed, Placement
 
@@ -25,10 +27,22 @@ class _Move:
     """The one that is under way."""
 
     def __init__(self, placed: Placed, copy: KvCopy, model_after: Model | None, *, is_return: bool) -> None:
-        self.placed, self.copy, self.model_after, self.is_return = placed, copy, model_after, is_return
+        self.placed, self.copy, self.is_return = placed, copy, is_return
+        self._layers: dict[int, Layer] = {}
+        """That come home with it."""
+        if is_return and model_after is not None:
+            self._layers = {layer: model_after.layer(layer) for layer in placed.module.layers}
 
     def placement_after(self, now: Placement) -> Placement:
         return now.without(self.placed.move_id) if self.is_return else now.with_module(self.placed)
+
+    def model_after(self, now: Model) -> Model:
+        """Made of the model as it is by then: a lost host may have given other layers back meanwhile."""
+        if self.placed.has_weights_at_home:
+            return now
+        return (
+            now.with_layers(self._layers) if self.is_return else now.without_layers(self.placed.module.layers)
+        )
 
 
 class Moves:
@@ -55,8 +69,7 @@ class Moves:
             raise MoveRefused(f"{placed.worker} holds {placed.num_blocks} blocks; a sequence needs {least}")
         if placed.has_weights_at_home == (model_after is not None):
             raise MoveRefused("a model without the layers is needed exactly where their weights travel")
-        if model_after is not None and self._hosted.own_layers_in_use.intersection(placed.module.layers):
-            raise MoveRefused("other instances' modules run with these weights here; they cannot leave")
+        self._check_weights_unused(placed)
         if not is_lent:
             self._limit_blocks(placed.num_blocks)
             self._arrangement.bound_cached()
@@ -122,11 +135,13 @@ class Moves:
         if self._loading.are_under_way:
             self._loading.is_paused = True
             raise NotYet
+        if not move.is_return:
+            self._check_weights_unused(move.placed)  # guests may have come since it began
         began, num_before = time.perf_counter(), arrangement.num_blocks
         move.copy.catch_up(self._ledger.allocator.live())
-        if not move.is_return and move.model_after is not None:
+        if not (move.is_return or move.placed.has_weights_at_home):
             self._weights.leave(move.placed, self._home.runner.model)
-        model = move.model_after or self._home.runner.model
+        model = move.model_after(self._home.runner.model)
         arrangement.max_blocks = None
         arrangement.change(after, model, num_dropped_bytes=dropped)
         if move.is_return:
@@ -143,10 +158,14 @@ class Moves:
         if self._move is not None and self._move.placed.move_id == move_id:
             self._end()
 
-    def lose(self, worker: str) -> None:
-        """A move to or from this worker is over."""
+    def lose(self, worker: str, why: str, cut: Collection[Sequence]) -> list[SequenceFailed]:
+        """See `Engine.lose_host`. A move to or from this worker is over; another one goes on."""
         if self._move is not None and self._move.placed.worker == worker:
             self._end()
+        failed = lose_host(self._home, worker, why, cut)
+        self._keep_hosts()
+        self._hosted.model = self._home.runner.model
+        return failed
 
     def settle(self) -> None:
         """Before a step: blocks that a move had to do without come back after it was cancelled."""
@@ -187,7 +206,19 @@ class Moves:
         self._move = None
         self._arrangement.max_blocks = None
         self._loading.is_paused = False
-        self._hosts.keep(one.worker for one in self._arrangement.placement.placed)
+        self._keep_hosts()
+
+    def _keep_hosts(self) -> None:
+        workers = {one.worker for one in self._arrangement.placement.placed}
+        if self._move is not None:
+            workers.add(self._move.placed.worker)
+        self._hosts.keep(workers)
+
+    def _check_weights_unused(self, placed: Placed) -> None:
+        if placed.has_weights_at_home:
+            return
+        if self._hosted.own_layers_in_use.intersection(placed.module.layers):
+            raise MoveRefused("other instances' modules run with these weights here; they cannot leave")
 
     def _get(self, move_id: str) -> _Move:
         if self._move is None or self._move.placed.move_id != move_id:

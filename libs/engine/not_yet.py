@@ -2,5 +2,5 @@
 
 
 class NotYet(Exception):
-    """Raised by a command that changed nothing so far: whoever runs the core runs it again after the next
-    step, or after the next commands. No error, and no one outside hears of it."""
+    """Raised by a command that can be run again: whoever runs the core does so after the next step, or after
+    the next commands. No error, and no one outside hears of it."""

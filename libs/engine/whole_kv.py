@@ -43,22 +43,15 @@ class WholeKv:
         """A copy. Raises HostLost."""
         if not self.placement.placed:
             return self._read_own(layers, blocks)
-        asked = [
-            (
-                part,
-                self.hosts.call(part.placed.worker, ReadBlocks(part.placed.move_id, part.layer, part.blocks)),
-            )
-            for part in self._parts(layers, blocks)
-        ]
+        asked = [(part, self._ask(part)) for part in self._parts(layers, blocks)]
         whole = self._empty(len(layers), len(blocks))
         rows, columns, sources = self._own(layers, blocks)
         if len(rows) and columns:
             own = self._pool.blocks.index_select(0, self._ids(blocks[rows]))
             whole[_grid(rows, columns)] = own[:, sources]
         for part, answer in asked:
-            whole[_grid(part.rows, part.columns)] = self.hosts.wait(part.placed.worker, answer).to(
-                whole.device
-            )
+            kv = self.hosts.wait(part.placed.worker, answer)
+            whole[_grid(part.rows, part.columns)] = kv.to(whole.device)
         return whole
 
     def write(self, layer: int, blocks: Int64, kv: torch.Tensor) -> None:

@@ -95,7 +95,8 @@ class ReadBlocks:
 
 @dataclass(frozen=True, eq=False)
 class MoveBlocks:
-    """The home's blocks got other ids: the content follows, `moved` maps old to new. No answer."""
+    """The home's blocks got other ids: the content follows, `moved` maps old to new. A module that is not in
+    use yet may have fewer blocks than that; it holds nothing of the others. No answer."""
 
     moved: Mapping[int, int] = field(default_factory=dict[int, int])
 

@@ -41,7 +41,9 @@ class HostedKv:
         return self._part(layer).index_select(0, self._ids(blocks))
 
     def move(self, moved: Mapping[int, int]) -> None:
-        """Content follows its block to another id. Raises BadCall for ids that there are not."""
+        """Content follows its block to another id. Ids that the module does not have hold nothing here: until
+        it is in use its home may have more blocks. Raises BadCall for new ids that there are not."""
+        moved = {old: new for old, new in moved.items() if old < self.num_blocks}
         sources = self._ids(np.fromiter(moved.keys(), np.int64, len(moved)))
         targets = self._ids(np.fromiter(moved.values(), np.int64, len(moved)))
         if len(set(moved.values())) < len(moved):
