@@ -98,7 +98,7 @@ class EngineThread:
         self._core: EngineCore | None = None
         self._turns: DeviceTurns | None = None
         self._deferred: list[Command] = []
-        self._is_between_layers = False
+        self._is_between_layers = self._is_writing = False
         self._copied_piece_at = 0.0
         self._broken: WeightsLost | None = None
         """By a command, which is told before the end."""
@@ -183,10 +183,11 @@ class EngineThread:
     def _serve(self, core: EngineCore, turns: DeviceTurns) -> None:
         is_idle, has_changed, has_retried = True, False, True
         while True:
-            # What an idle step changed may be what a command waits for: it is tried once before the sleep.
+            # What an idle step changed may be what a command waits for: it is tried once before the sleep. So
+            # may be what ended the sleep, and guests may leave no time for a step in between.
             is_at_rest = is_idle and (has_retried or not self._deferred)
             commands = self._take_commands(core, turns, is_at_rest=is_at_rest)
-            if commands or has_changed:
+            if commands or has_changed or is_at_rest:
                 has_retried = is_idle and not commands
                 is_idle = not self._apply_all(core, commands) and is_idle
                 has_changed = False
@@ -287,15 +288,20 @@ class EngineThread:
             self._is_between_layers = False
 
     def _write_between_layers(self) -> None:
-        """Called while hosts are waited for, too. No piece is copied then: it may be a move that waits."""
-        if self._core is None or not (self.mailbox or self._deferred):
+        """Called while hosts are waited for, too. No piece is copied then: it may be a move that waits. And
+        nothing where it is a write: one would wait within the other, and so on."""
+        if self._core is None or self._is_writing or not (self.mailbox or self._deferred):
             return
         commands = self.mailbox.take(lambda command: command.between_layers)
         if self._is_between_layers and time.monotonic() - self._copied_piece_at >= _PIECE_GAP_SECONDS:
             commands += self._take_piece()
         post = Post()
-        for command in commands:
-            self._apply(self._core, command, post)
+        self._is_writing = True
+        try:
+            for command in commands:
+                self._apply(self._core, command, post)
+        finally:
+            self._is_writing = False
         if not post.is_empty:
             self.load = self._core.load()
             self._post(post)

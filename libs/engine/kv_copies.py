@@ -133,7 +133,7 @@ class KvHome:
         """See KvCopy. What is on its way was asked for before the host heard of it."""
         self._dirty.rename(moved)
         self._staging.rename(moved)
-        names = dict.fromkeys(moved.values(), _GONE) | moved
+        names = {**dict.fromkeys(moved.values(), _GONE), **moved}
         for blocks, _ in self._asked:
             blocks[:] = [names.get(block, block) for block in blocks]
 

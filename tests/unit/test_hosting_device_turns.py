@@ -67,6 +67,7 @@ class Scene:
         self.mailbox = SleepyMailbox(self.clock)
         self.meter = Meter(self.clock)
         self.num_writes = 0
+        self.on_write: Callable[[], None] = lambda: None
         self.turns = DeviceTurns(
             self.guests,
             DeviceShare(share, clock=self.clock),
@@ -78,6 +79,7 @@ class Scene:
 
     def write(self) -> None:
         self.num_writes += 1
+        self.on_write()
 
     def own_layers(self, count: int, seconds: float = 0.01) -> None:
         for _ in range(count):
@@ -175,6 +177,29 @@ def test_waiting_for_a_host_is_not_busy() -> None:
     scene.turns.wait(answer, 2.0, "w")
     scene.turns.end_own(1)
     assert scene.meter.rates()[0] == pytest.approx(0.1)
+
+
+def test_waiting_within_a_write_within_a_wait_is_not_busy_either() -> None:
+    scene, answer, room = Scene(share=0.5), Answer(lambda: None), Answer(lambda: None)
+
+    def write() -> None:
+        scene.on_write = lambda: None
+        scene.turns.wait(room, 2.0, "w")
+
+    def come_to_write() -> None:
+        scene.on_write = write
+
+    def sleep(come: Callable[[], None]) -> None:
+        scene.clock.now += 0.25
+        come()
+
+    comes = iter([come_to_write, lambda: room.give(torch.ones(1)), lambda: answer.give(torch.ones(1))])
+    scene.mailbox.on_sleep = lambda: sleep(next(comes))
+    scene.turns.begin_own()
+    scene.clock.now += 0.5
+    scene.turns.wait(answer, 2.0, "w")
+    assert scene.clock.now == 11.25
+    assert scene.turns.debt_seconds == 0.0  # 0.25 s were saved up at first, and 0.375 while it waited
 
 
 def test_a_host_that_does_not_answer_in_time_is_lost() -> None:

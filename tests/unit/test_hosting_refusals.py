@@ -193,3 +193,18 @@ def test_a_guest_that_asks_without_end_is_stopped() -> None:
         host.modules.run_all()
         with pytest.raises(HostLost, match="calls wait already"):
             answer.result()
+
+
+def test_what_is_still_queued_for_a_closed_module_breaks_no_other_one() -> None:
+    host = HostScene(MODEL)
+    opened(host, heads_of(0, 2, (0,)), move_id="stays")
+    opened(host, whole_layers(2, 3), move_id="goes")
+    kv = torch.ones(1, 3, 2, 8, 16)
+    host.put(WriteBlocks("stays", None, ids(1), kv[:, :2]))
+    written = host.put(WriteBlocks("goes", None, ids(1), kv))
+    read = host.put(ReadBlocks("goes", None, ids(1)))
+    host.modules.close("home", "goes")
+    assert torch.equal(host.ask(ReadBlocks("stays", None, ids(1))), kv[:, :2])
+    assert written.is_done  # whoever holds its memory lets it go
+    with pytest.raises(HostLost, match="'goes' was closed"):
+        read.result()

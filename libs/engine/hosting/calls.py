@@ -109,3 +109,8 @@ class Settle:
 HostedCall = BeginStep | RunLayers | Attend | AttendLent | WriteBlocks | ReadBlocks | MoveBlocks | Settle
 ANSWERED = (RunLayers, Attend, AttendLent, ReadBlocks, Settle)
 """Calls that the home waits for. What another call breaks is told by the next answer."""
+
+
+def move_id_of(call: HostedCall) -> str:
+    """Of the one module that a call is for; empty where it is for all that the home has there."""
+    return "" if isinstance(call, BeginStep | MoveBlocks | Settle) else call.move_id

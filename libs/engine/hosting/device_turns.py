@@ -115,6 +115,7 @@ class DeviceTurns:
         if not answer.is_done:
             is_in_step = self._own_since is not None
             self._charge_own()
+            self._own_since = None
             self._meter.pause()
             self._await(answer, timeout_seconds, worker)
             if is_in_step:

@@ -7,6 +7,7 @@ answer after it fails, until the home opens its modules anew. Other guests go on
 
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace as replaced
 
@@ -17,7 +18,7 @@ from kernels.paged_attention.contract import PagedAttention
 from libs.bus.messages.migration import Hosted
 from libs.engine.arena import Region
 from libs.engine.errors import EngineError, MoveRefused, NoRoom
-from libs.engine.hosting.calls import HostedCall
+from libs.engine.hosting.calls import HostedCall, move_id_of
 from libs.engine.hosting.guest import Guest, HostedModule
 from libs.engine.hosting.hosted_calls import HostedCalls
 from libs.engine.hosting.hosted_kv import HostedKv
@@ -274,7 +275,13 @@ class HostedModules:
         )
 
     def _stop_using(self, guest: Guest, closed: HostedModule) -> None:
-        """Its memory is another's from now on: a call that paused within it cannot go on."""
+        """Its memory is another's from now on: a call that paused within it cannot go on. Those that are
+        queued for it are none of the other modules' harm."""
+        with self._lock:
+            queued = guest.calls
+            guest.calls = deque(one for one in queued if move_id_of(one[0]) != closed.move_id)
+        for answer in [answer for call, answer in queued if move_id_of(call) == closed.move_id]:
+            answer.fail(HostLost(self._worker, f"the module of {closed.move_id!r} was closed"))
         if guest.busy_with is closed and guest.awaited is not None:
             guest.error = HostLost(self._worker, f"the module of {closed.move_id!r} was closed under a call")
             guest.awaited.fail(guest.error)
