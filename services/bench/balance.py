@@ -23,18 +23,19 @@ WORKERS = (
     *("--prefill", "2", "--decode", "2", "--stores", "0", "--threads", "1", "--dtype", "bfloat16"),
     # Steps of a quarter, so that they take as long as those of a whole device.
     *("--device-share", f"{SHARE}", "--max-num-batched-tokens", f"{MAX_STEP_TOKENS}"),
+    *("--drain-timeout-seconds", "2"),
 )
 POOLS = "[prefill_worker]\nnum_blocks = {}\n[decode_worker]\nnum_blocks = {}\n"
 SKEWED = (
-    Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=26.0, num_clients=12),
-    Phase("long answers", prompt_tokens=64, output_tokens=192, seconds=26.0, num_clients=24),
+    Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=24.0, num_clients=12),
+    Phase("long answers", prompt_tokens=64, output_tokens=192, seconds=24.0, num_clients=24),
 )
 PACE = 0.75
 """Of the rate at which the mesh without moves answered long prompts: peaks are compared where neither is
 saturated. Decode workers would show none of it: their steps go on however few sequences are in them."""
-PACED_SECONDS = 10.0
+PACED_SECONDS = 8.0
 CROWDED = Phase(
-    "long answers, small pool", prompt_tokens=192, output_tokens=256, seconds=26.0, num_clients=48
+    "long answers, small pool", prompt_tokens=192, output_tokens=256, seconds=20.0, num_clients=48
 )
 """Decode workers have room for a few of its sequences each, from the beginning."""
 HEADS_ONLY = ("--no-moves-layers",)

@@ -22,6 +22,7 @@ MAX_ROUNDS = 200
 MAX_REQUESTS = 600
 """More than there is time for."""
 _START_SECONDS = 60.0
+_GRACE_SECONDS = 6.0
 _CUT = 130
 """How `loadtest` ends when it is cut."""
 
@@ -136,7 +137,8 @@ def run_phase(url: str, phase: Phase) -> Seen:
         try:
             _look_on(url, load, seen)
         finally:
-            load.send_signal(signal.SIGINT)
+            if load.poll() is None:
+                load.send_signal(signal.SIGINT)
             _, said = load.communicate()
         if load.returncode not in (0, _CUT):
             raise RuntimeError(f"the load ended with {load.returncode}: {said}")
@@ -151,8 +153,9 @@ def moves_in(rounds: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _look_on(url: str, load: subprocess.Popen[str], seen: Seen) -> None:
-    """Until the load ends, or its time is over."""
-    ends_at = time.monotonic() + seen.phase.seconds
+    """Until the load ends, or its time is over. One that comes at a pace ends by itself soon after."""
+    grace_seconds = _GRACE_SECONDS if seen.phase.rate else 0.0
+    ends_at = time.monotonic() + seen.phase.seconds + grace_seconds
     with httpx.Client(base_url=url) as client:
         while load.poll() is None and time.monotonic() < ends_at:
             services = client.get("/v1/mesh").json()["services"]
