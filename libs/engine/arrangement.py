@@ -85,8 +85,8 @@ class Arrangement:
         *,
         num_own_blocks: int | None = None,
         num_dropped_bytes: int = 0,
-    ) -> dict[int, int]:
-        """Brings everything under a placement; returns which live blocks got other ids.
+    ) -> None:
+        """Brings everything under a placement.
 
         Into fewer blocks, what is held by name only goes first, then the youngest sequences are preempted.
         Raises NoRoom, with nothing changed, where that is not enough.
@@ -115,7 +115,6 @@ class Arrangement:
         self._kv.placement = placement
         self._runner.refresh(model)
         self._tell(placement, moved)
-        return moved
 
     def _tell(self, placement: Placement, moved: dict[int, int]) -> None:
         if not moved:

@@ -185,18 +185,16 @@ class Moves:
 
     def _limit_blocks(self, num_blocks: int) -> None:
         """Ids that the new host does not have must not be used from now on."""
-        if self._arrangement.num_blocks <= num_blocks:
-            self._arrangement.max_blocks = num_blocks
-            return
-        if self._loading.are_under_way:
-            self._loading.is_paused = True
-            raise NotYet
-        try:
-            self._arrangement.resize(num_blocks)
-            self._has_limited = True
-        except NoRoom as refusal:
-            raise MoveRefused(str(refusal)) from refusal
+        if self._arrangement.num_blocks > num_blocks:
+            if self._loading.are_under_way:
+                self._loading.is_paused = True
+                raise NotYet
+            try:
+                self._arrangement.resize(num_blocks)
+            except NoRoom as refusal:
+                raise MoveRefused(str(refusal)) from refusal
         self._arrangement.max_blocks = num_blocks
+        self._has_limited = True
 
     def _rename(self, moved: Mapping[int, int]) -> None:
         if self._move is not None:

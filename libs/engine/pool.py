@@ -87,12 +87,6 @@ class Pool:
             own_bytes = self._arena.own_bytes_after(num_given_up_bytes)
         return max(0, own_bytes // layout.block_bytes)
 
-    def can_relayout(
-        self, layout: BlockLayout, live: Collection[int], *, num_blocks: int | None = None
-    ) -> bool:
-        """Whether the live blocks fit under `layout`."""
-        return len(live) <= self._blocks_after(layout, num_blocks)
-
     def relayout(
         self, layout: BlockLayout, live: Collection[int], *, num_blocks: int | None = None
     ) -> Relayout:
@@ -124,18 +118,14 @@ class Pool:
     def grow(self, num_bytes: int) -> int:
         """More memory for the pool, of which `relayout` makes blocks; returns how much it got.
 
-        At most up to `max_bytes`, and none where memory is not taken page by page (CUDA). `touch_ahead`
-        before makes the first use fast.
+        At most up to `max_bytes`, and none where memory is not taken page by page (CUDA). `touch_own`
+        after that makes the first use fast.
         """
         return self._arena.grow(num_bytes)
 
     def shrink(self, num_bytes: int) -> None:
         """Undoes `grow`. Raises NoRoom: `relayout` into fewer blocks first."""
         self._arena.shrink(num_bytes, self._used_bytes)
-
-    def touch_ahead(self, num_bytes: int) -> None:
-        """Takes the pages of the first `num_bytes`, used or not. Changes no content; from any thread."""
-        self._arena.touch(0, num_bytes)
 
     def touch_own(self) -> None:
         """Takes the pages of all blocks. Changes no content; from any thread."""

@@ -159,3 +159,17 @@ def test_weights_do_not_leave_when_a_guest_came_to_use_them_meanwhile() -> None:
         mesh.switch("m")
     mesh.home.move(lambda moves: moves.cancel("m"))
     assert mesh.home.model.has_layers(range(4))
+
+
+def test_blocks_that_came_free_while_a_move_could_not_have_them_are_there_after_it() -> None:
+    mesh = Mesh(core_of(model_of("gqa"), num_blocks=120))
+    mesh.home.hosted.open("guest", "theirs", heads_of(0, 4, (0,)), num_blocks_wanted=60, num_blocks_least=1)
+    assert mesh.home.load().num_blocks == 100
+    mesh.place(heads_of(0, 4, (1,)), "m")
+    placed = Placed(move_id="m", module=heads_of(0, 4, (1,)), worker="host", num_blocks=100)
+    mesh.home.move(lambda moves: moves.begin(placed, mesh.host("host"), None))
+    mesh.home.hosted.close("guest", "theirs")
+    assert mesh.home.load().num_blocks == 100  # more than that the host does not hold
+    mesh.home.move(lambda moves: moves.cancel("m"))
+    mesh.home.step()
+    assert mesh.home.load().num_blocks == 120
