@@ -27,18 +27,19 @@ WORKERS = (
 )
 POOLS = "[prefill_worker]\nnum_blocks = {}\n[decode_worker]\nnum_blocks = {}\n"
 SKEWED = (
-    Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=24.0, num_clients=12),
-    Phase("long answers", prompt_tokens=64, output_tokens=192, seconds=24.0, num_clients=24),
+    Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=23.0, num_clients=12),
+    Phase("long answers", prompt_tokens=64, output_tokens=192, seconds=23.0, num_clients=24),
 )
 PACE = 0.75
 """Of the rate at which the mesh without moves answered long prompts: peaks are compared where neither is
 saturated. Decode workers would show none of it: their steps go on however few sequences are in them."""
 PACED_SECONDS = 8.0
 CROWDED = Phase(
-    "long answers, small pool", prompt_tokens=192, output_tokens=256, seconds=20.0, num_clients=48
+    "long answers, small pool", prompt_tokens=192, output_tokens=256, seconds=24.0, num_clients=48
 )
 """Decode workers have room for a few of its sequences each, from the beginning."""
-HEADS_ONLY = ("--no-moves-layers",)
+LAYERS_ONLY, HEADS_ONLY = ("--no-moves-heads",), ("--no-moves-layers",)
+"""What is short is compute in the one case, memory in the other."""
 ON, OFF = "--automatic", "--no-automatic"
 WORDS = {ON: "on", OFF: "off"}
 PREFILL, DECODE = "prefill", "decode"
@@ -70,7 +71,7 @@ def measure_balance(say: Callable[[str], None]) -> list[Figure]:
 def _skewed(switch: str, say: Callable[[str], None], paced_rate: float | None = None) -> Outcome:
     """First prefill workers are short, then they have time again, then decode workers are short."""
     long_prompts, long_answers = SKEWED
-    with _mesh(NUM_BLOCKS, "--max-model-len", "1280", switch) as url:
+    with _mesh(NUM_BLOCKS, "--max-model-len", "1280", switch, *LAYERS_ONLY) as url:
         prompts = _run(url, long_prompts, switch, say)
         rate = paced_rate or PACE * max(1, len(prompts.first_token_seconds)) / long_prompts.seconds
         paced = replace(
