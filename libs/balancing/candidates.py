@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import groupby
 
-from libs.balancing.device_load import DeviceLoad, is_memory_bound, is_memory_short
+from libs.balancing.device_load import DeviceLoad, is_memory_bound, is_memory_short, load_without_guests
 from libs.balancing.mesh_view import BringHome, Device, Flip, MeshView, MoveAway, Role
 from libs.balancing.settings import BalancingSettings
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
@@ -17,22 +17,31 @@ def moves_away(
     home: Device, host: Device, load: DeviceLoad, settings: BalancingSettings, *, gap: float
 ) -> Iterator[MoveAway]:
     """What `home`, under this load, could hand to `host`: layers where the gap is great or compute is what
-    weighs, heads where the gap is small or memory is short. Where it is short, layers also with their
-    weights; and blocks, for models whose only KV head cannot be split off."""
+    weighs, heads where its own sequences fill its memory and compute is not what weighs: layers that lack
+    heads can no longer leave. Where memory is short, layers also with their weights; and blocks, for models
+    whose only KV head cannot be split off."""
     placement, is_short = home.placement, is_memory_short(load, settings)
+    own = load_without_guests(home, load)
+    is_bound = is_memory_bound(own, settings)
     num_blocks = _num_blocks_wanted(home, load, settings)
     if placement.lent():
         return
-    if settings.moves_layers and (gap >= settings.delta_layer or not is_memory_bound(load, settings)):
+    if settings.moves_layers and (gap >= settings.delta_layer or not is_bound):
         for module in layer_runs(placement):
             yield MoveAway(home.worker, host.worker, module, num_blocks=num_blocks)
             if is_short and settings.moves_weights:
                 yield MoveAway(home.worker, host.worker, module, with_weights=True, num_blocks=num_blocks)
-    if settings.moves_heads and (gap < settings.delta_layer or is_short):
+    spares_heads = is_memory_short(own, settings) and (is_bound or not settings.moves_layers)
+    if settings.moves_heads and spares_heads and not _is_guest(host, home):
         for module in head_groups(placement):
             yield MoveAway(home.worker, host.worker, module, num_blocks=num_blocks)
-        if is_short and placement.num_kv_heads == 1 and not placement.placed:
+        if placement.num_kv_heads == 1 and not placement.placed:
             yield MoveAway(home.worker, host.worker, lent_blocks(placement.num_layers))
+
+
+def _is_guest(one: Device, host: Device) -> bool:
+    """Whether modules of one are at that host: they are to go home before any go the other way for memory."""
+    return any(placed.worker == host.worker for placed in one.placement.placed)
 
 
 def _num_blocks_wanted(home: Device, load: DeviceLoad, settings: BalancingSettings) -> int:

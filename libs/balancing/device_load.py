@@ -1,9 +1,9 @@
 """How loaded a device is: compute, memory and queue, smoothed, and the one number that is balanced."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from libs.balancing.footprint import fullness
+from libs.balancing.footprint import fullness, num_blocks_without_guests
 from libs.balancing.mesh_view import Device
 from libs.balancing.settings import BalancingSettings
 
@@ -58,6 +58,15 @@ def utilization(load: DeviceLoad, settings: BalancingSettings) -> float:
         + settings.memory_weight * load.memory
         + settings.queue_weight * min(load.queue, settings.max_queue)
     )
+
+
+def load_without_guests(device: Device, load: DeviceLoad) -> DeviceLoad:
+    """How full its pool would be with the memory that modules of others have: what was given away can come
+    back, so that it makes no worker one that is short of memory itself."""
+    if not device.hosted_bytes:
+        return load
+    num_blocks = max(1, device.num_blocks, num_blocks_without_guests(device))
+    return replace(load, memory=load.memory * device.num_blocks / num_blocks)
 
 
 def is_memory_short(load: DeviceLoad, settings: BalancingSettings) -> bool:

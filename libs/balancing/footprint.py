@@ -56,6 +56,11 @@ def capacity(device: Device, placement: Placement, own_bytes: float) -> int:
     return min([at_home, *kept]) + lent
 
 
+def num_blocks_without_guests(device: Device) -> int:
+    """Of its pool if it had back what modules of others take."""
+    return capacity(device, device.placement, usable_bytes(device) + device.hosted_bytes)
+
+
 def room_bytes(host: Device) -> float:
     """What it could give to one more module: not what its own blocks in use take, nor its least pool."""
     num_kept = max(host.num_used_blocks, host.num_least_blocks)

@@ -19,7 +19,7 @@ class BalancingSettings:
     delta_hi: float = 0.25
     delta_lo: float = 0.1
     delta_layer: float = 0.4
-    memory_pressure: float = 0.6
+    memory_pressure: float = 0.8
     min_gain: float = 0.03
     cooldown_seconds: float = 6.0
     retry_seconds: float = 30.0

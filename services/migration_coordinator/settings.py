@@ -42,11 +42,11 @@ class CoordinatorSettings(RuntimeSettings, frozen=True, kw_only=True):
     ] = 0.1
     delta_layer: Annotated[
         float,
-        Meta(description="from this gap on, or where compute is short, whole layers move, else heads", ge=0),
+        Meta(description="from this gap on layers move also where memory is what weighs", ge=0),
     ] = 0.4
     memory_pressure: Annotated[
         float, Meta(description="memory is short on a device where more than this share is taken", ge=0)
-    ] = 0.6
+    ] = 0.8
     min_gain: Annotated[
         float,
         Meta(description="a move has to lower the greater utilization of its two devices by so much", ge=0),

@@ -1,6 +1,6 @@
 """Which modules could move: always ones that the instance has, and that leave it something."""
 
-from balancing_plant import SHAPE, device
+from balancing_plant import MEMORY_BYTES, NUM_BLOCKS, SHAPE, device
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,12 +77,39 @@ def kinds(gap: float, load: DeviceLoad, settings: BalancingSettings = ALL) -> se
     return {(one.module.kind.value, one.with_weights) for one in moves}
 
 
-def test_layers_for_great_gaps_and_compute_heads_for_small_gaps_and_memory():
+def test_layers_for_great_gaps_and_compute_heads_where_memory_alone_is_short():
     assert kinds(0.9, WORKING) == {("layers", False)}
-    assert kinds(0.2, WORKING) == {("layers", False), ("heads", False)}
+    assert kinds(0.2, WORKING) == {("layers", False)}
     assert kinds(0.2, FULL) == {("heads", False)}
     assert kinds(0.9, FULL) == {("layers", False), ("layers", True), ("heads", False)}
-    assert kinds(0.2, BOTH) == kinds(0.9, BOTH) == kinds(0.9, FULL)
+    assert kinds(0.2, BOTH) == kinds(0.9, BOTH) == {("layers", False), ("layers", True)}
+
+
+def test_no_heads_leave_a_pool_that_is_full_only_because_of_what_it_hosts():
+    hosting = device("a", hosted_bytes=MEMORY_BYTES * 3 // 4, num_blocks=NUM_BLOCKS // 4)
+    moves = list(moves_away(hosting, device("b"), FULL, ALL, gap=0.2))
+    assert {one.module.kind for one in moves} == {ModuleKind.LAYERS}
+    little = device("a", hosted_bytes=MEMORY_BYTES // 10, num_blocks=NUM_BLOCKS * 9 // 10)
+    moves = list(moves_away(little, device("b"), FULL, ALL, gap=0.2))
+    assert {one.module.kind for one in moves} == {ModuleKind.HEADS}
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.integers(0, 9), st.floats(0, 1))
+def test_heads_leave_only_where_own_sequences_fill_more_than_the_pressure(
+    compute, memory, queue, tenths, gap
+):
+    home = device("a", hosted_bytes=MEMORY_BYTES * tenths // 10, num_blocks=NUM_BLOCKS * (10 - tenths) // 10)
+    moves = list(moves_away(home, device("b"), DeviceLoad(compute, memory, queue), ALL, gap=gap))
+    if any(one.module.kind is ModuleKind.HEADS for one in moves):
+        assert memory * home.num_blocks >= ALL.memory_pressure * (NUM_BLOCKS - 1)
+        assert ALL.memory_weight * memory > ALL.compute_weight * compute
+
+
+def test_no_heads_go_to_a_worker_whose_own_modules_are_here():
+    guest = device("b", placement=all_home("b", 30, 3).with_module(away(whole_layers(0, 2), "a")))
+    assert not list(moves_away(device("a"), guest, FULL, ALL, gap=0.2))
+    elsewhere = device("b", placement=all_home("b", 30, 3).with_module(away(whole_layers(0, 2), "c")))
+    assert list(moves_away(device("a"), elsewhere, FULL, ALL, gap=0.2))
 
 
 def test_a_home_whose_memory_is_not_short_gets_no_more_blocks_than_it_has():

@@ -1,6 +1,7 @@
 """The control loop against a mesh that does what it says, under loads that wander."""
 
-from balancing_plant import MOVE_ROUNDS, ROUND_SECONDS, Plant
+import pytest
+from balancing_plant import MOVE_ROUNDS, NUM_BLOCKS, ROUND_SECONDS, Plant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,6 +127,49 @@ def test_a_full_decode_pool_grows_by_heads_also_where_the_worker_is_busy():
     before = plant.devices["decode-2"].num_blocks
     plant.run(200)
     assert plant.devices["decode-2"].num_blocks >= 1.3 * before
+
+
+def kinds_away(plant: Plant) -> list[ModuleKind]:
+    return [one.module.kind for _, one in plant.decisions if isinstance(one, MoveAway)]
+
+
+def long_prompts_then_long_answers(memory: float) -> Plant:
+    """First prefill workers are short of compute, and decode workers host for them; then the reverse."""
+    plant = Plant(noise=0.03)
+    for worker, demand in plant.demands.items():
+        demand.work, demand.memory = (1.5, 0.1) if worker.startswith("prefill") else (0.3, memory)
+    plant.run(60)
+    for worker, demand in plant.demands.items():
+        demand.work = 0.2 if worker.startswith("prefill") else 1.5
+    return plant
+
+
+@pytest.mark.parametrize("memory", [0.2, 0.4, 0.5, 0.7])
+def test_no_heads_leave_a_worker_that_is_short_of_compute_whatever_it_hosts(memory):
+    plant = long_prompts_then_long_answers(memory)
+    plant.run(210)
+    peak = max(one.utilization for seen in plant.rounds for one in seen.devices)
+    assert ModuleKind.HEADS not in kinds_away(plant)
+    for worker in ("decode-2", "decode-3"):
+        assert any(one.module.kind is ModuleKind.LAYERS for one in plant.devices[worker].placement.placed)
+    assert max(one.utilization for one in plant.rounds[-1].devices) < peak - 0.1
+
+
+def test_heads_leave_where_memory_is_short_and_compute_is_not():
+    plant = Plant()
+    plant.demands["decode-2"].work, plant.demands["decode-2"].memory = 0.1, 0.9
+    plant.run(200)
+    assert kinds_away(plant)[0] is ModuleKind.HEADS
+    assert plant.devices["decode-2"].num_blocks >= 1.3 * NUM_BLOCKS
+
+
+def test_layers_leave_where_compute_is_as_short_as_memory_and_the_pool_grows_by_them():
+    plant = Plant()
+    for worker in ("decode-2", "decode-3"):
+        plant.demands[worker].work, plant.demands[worker].memory = 1.3, 1.5
+    plant.run(200)
+    assert kinds_away(plant)[0] is ModuleKind.LAYERS
+    assert all(plant.devices[worker].num_blocks >= 1.3 * NUM_BLOCKS for worker in ("decode-2", "decode-3"))
 
 
 def test_memory_that_is_short_moves_modules_also_where_nothing_is_computed():
