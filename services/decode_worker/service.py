@@ -99,13 +99,9 @@ class DecodeWorkerService:
         """Refuse reservations; return when the last sequence has ended and its tokens are sent, and modules
         of others are home again."""
         self._decoding.is_draining = True
-        async with asyncio.TaskGroup() as tasks:
-            if self._modules is not None:
-                tasks.create_task(self._modules.drain())
-            while len(self._sequences):
-                self._decoding.ended.clear()
-                await self._decoding.ended.wait()
-            await self._tokens.wait_sent()
+        if self._modules is not None:
+            await self._modules.drain(self._sequences_ended())
+        await self._tokens.wait_sent()
 
     async def close(self) -> None:
         """Stop listening, cut the Links, stop the engine."""
@@ -135,6 +131,11 @@ class DecodeWorkerService:
             recent_request_ids=self._decoding.recent.ids(self._clock()),
             ended_request_ids=self._decoding.recently_ended.ids(self._clock()),
         )
+
+    async def _sequences_ended(self) -> None:
+        while len(self._sequences):
+            self._decoding.ended.clear()
+            await self._decoding.ended.wait()
 
     def _role_flip(self, runtime: Runtime, modules: Modules) -> RoleFlip:
         return RoleFlip(

@@ -88,11 +88,9 @@ class PrefillWorkerService:
         """Take no more prompts; return when those here are handed over, and modules of others are home
         again."""
         self._prefilling.is_draining = True
-        async with asyncio.TaskGroup() as tasks:
-            if self._modules is not None:
-                tasks.create_task(self._modules.drain())
-            await self._prefilling.prompts.emptied.wait()
-            await self._tokens.wait_sent()
+        if self._modules is not None:
+            await self._modules.drain(self._prefilling.prompts.emptied.wait())
+        await self._tokens.wait_sent()
 
     async def close(self) -> None:
         """Stop listening, cut the Links, stop the engine."""

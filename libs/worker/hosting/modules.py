@@ -1,6 +1,7 @@
 """Everything a worker needs to host modules of others and to have its own hosted, made together."""
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Protocol
 
 from libs.bus.messages.migration import DenialReason, MoveDenied
@@ -135,12 +136,18 @@ class Modules:
             if departed.kind in (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER):
                 self._mover.host_departed(departed.incarnation)
 
-    async def drain(self) -> None:
-        """Take no more orders; returns when the guests have taken their modules home."""
+    async def drain(self, own_work: Awaitable[object]) -> None:
+        """Take no more orders. Returns when `own_work` has ended and nothing of guests is left here.
+
+        Guests take their modules home, or have ended their own work. Own modules are let go with the own
+        work: of two workers that host for each other and drain at once, each would wait for the other.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._mover.drain())
             if self._server is not None:
                 tasks.create_task(self._server.drain())
+            await own_work
+            await self._mover.let_go()
 
     async def close(self) -> None:
         """Take no more orders and guests. The Links end with the transport."""

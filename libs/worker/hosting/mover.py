@@ -77,7 +77,7 @@ class Mover:
         self._leaving: set[str] = set()
         self._ids = count(1)
         self._subscriptions: list[Subscription] = []
-        self.is_draining = False
+        self.is_draining = self._has_let_go = False
 
     def attach(self, links: HostLinks) -> None:
         """Once, before `open`."""
@@ -101,6 +101,15 @@ class Mover:
         if self._move is not None:
             self._move.abandon("its home is about to end")
         await self._idle()
+
+    async def let_go(self) -> None:
+        """Drain; nothing of this instance runs any more, and hosts need not keep what they have of it."""
+        await self.drain()
+        self._has_let_go = True
+        for worker in self._links.workers():
+            log.info("host_let_go", host=worker, num_modules=len(self._at(worker)))
+            self._links.drop(worker)
+        self._telling.changed()
 
     async def close(self) -> None:
         """Take no more orders."""
@@ -203,8 +212,17 @@ class Mover:
             self._begin(order, at_host[0])
             await self._is_idle.wait()
             if self._records[order.move_id].phase is MovePhase.FAILED:
+                self._give_up_if_idle(worker)
                 break
         self._leaving.discard(worker)
+
+    def _give_up_if_idle(self, worker: str) -> None:
+        """Of a host that leaves, whose modules cannot be brought home: where no sequence needs them, it need
+        not wait until its drain is cut short."""
+        is_idle = self._home.num_free_blocks == self._home.num_total_blocks
+        if is_idle and not self.is_draining and self._links.get(worker) is not None:
+            self.host_lost(worker, "its modules could not be brought home before it left")
+            self._links.drop(worker)
 
     async def _idle(self) -> None:
         """No move is under way, and the caller may begin one at once: of several that waited, one did."""
@@ -285,9 +303,11 @@ class Mover:
         records = list(self._records.values())
         under_way = [one for one in records if not is_over(one.phase)]
         ended = [one for one in records if is_over(one.phase)][-_NUM_TOLD:]
-        return PlacementTold(
-            placement=self._home.placement, hosted=self._hosted(), moves=(*under_way, *ended)
-        )
+        placement = self._home.placement
+        if self._has_let_go:  # hosts tell that they have nothing of it
+            for worker in {one.worker for one in placement.placed}:
+                placement = placement.without_worker(worker)
+        return PlacementTold(placement=placement, hosted=self._hosted(), moves=(*under_way, *ended))
 
     def _drop_unused(self) -> None:
         """Links to hosts where nothing of this instance is, or is about to be."""
