@@ -10,6 +10,7 @@ from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from services.gateway.errors import BadRequest
 
 MAX_LAYERS, MAX_HEADS = 10_000, 1_000
+MAX_BLOCKS, MAX_EPOCH = 10**9, 2**53
 
 Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 Head = Annotated[int, Meta(ge=0, lt=MAX_HEADS)]
@@ -39,6 +40,7 @@ class MigrationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 description="that the host is to hold or lend; none: what it can spare, and of layers and "
                 "heads at least as many as the home has",
                 ge=1,
+                le=MAX_BLOCKS,
             ),
         ]
         | None
@@ -52,7 +54,8 @@ class MigrationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         | None
     ) = None
     expected_epoch: (
-        Annotated[int, Meta(description="refused with 409 unless the placement has it", ge=0)] | None
+        Annotated[int, Meta(description="refused with 409 unless the placement has it", ge=0, le=MAX_EPOCH)]
+        | None
     ) = None
 
 

@@ -55,6 +55,15 @@ def test_as_many_blocks_are_granted_as_can_be_spared() -> None:
         open_at(host, whole_layers(0, 1), 1000)
 
 
+@pytest.mark.parametrize("wanted", [2**63, 2**64 - 1])
+def test_more_blocks_than_any_machine_has_are_as_many_as_can_be_spared(wanted: int) -> None:
+    host = HostScene(MODEL, num_blocks=100)
+    host.owner.held = set(range(90))
+    with pytest.raises(NoRoom, match="40 blocks of"):
+        open_at(host, whole_layers(0, 1), wanted, least=wanted)
+    assert open_at(host, whole_layers(0, 1), wanted) == 40
+
+
 def test_a_guest_that_needs_more_than_can_be_spared_changes_nothing() -> None:
     host = HostScene(MODEL, num_blocks=100)
     host.owner.min_blocks = 60

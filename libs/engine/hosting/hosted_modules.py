@@ -241,6 +241,7 @@ class HostedModules:
     def _grant(self, block_bytes: int, weight_bytes: int, wanted: int, least: int) -> int:
         """As many blocks as can be spared, at most `wanted`. Raises NoRoom below `least`."""
         own_least, layout = self._own_pool.least_blocks(), self._pool.layout
+        wanted = min(wanted, self._pool.num_bytes // block_bytes)  # the asker's number may be any
 
         def is_too_much(num_blocks: int) -> bool:
             num_bytes = num_blocks * block_bytes + weight_bytes
