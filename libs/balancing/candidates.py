@@ -33,7 +33,7 @@ def moves_away(
                 yield MoveAway(home.worker, host.worker, module, with_weights=True, num_blocks=num_blocks)
     spares_heads = is_memory_short(own, settings) and (is_bound or not settings.moves_layers)
     if settings.moves_heads and spares_heads and not _is_guest(host, home):
-        for module in head_groups(placement):
+        for module in head_groups(placement, keeps_layers=settings.moves_layers):
             yield MoveAway(home.worker, host.worker, module, num_blocks=num_blocks)
         if placement.num_kv_heads == 1 and not placement.placed:
             yield MoveAway(home.worker, host.worker, lent_blocks(placement.num_layers))
@@ -68,13 +68,15 @@ def layer_runs(placement: Placement) -> list[Module]:
     return list(found)
 
 
-def head_groups(placement: Placement) -> list[Module]:
-    """Some of the KV heads at home, one stays: in whole runs of layers, and in the later half of each."""
+def head_groups(placement: Placement, *, keeps_layers: bool = False) -> list[Module]:
+    """Some of the KV heads at home, one stays: in whole runs of layers, and in the later half of each. With
+    `keeps_layers` only there where a run has all its heads: the other half can still leave as layers."""
     found: dict[Module, None] = {}
     for first, end in _home_runs(placement, whole=False):
         here = _heads_here(placement, first)
         for count in _head_counts(len(here)):
-            for start in (first, (first + end) // 2):
+            middle, is_whole = (first + end) // 2, len(here) == placement.num_kv_heads
+            for start in {middle} - {first} if keeps_layers and is_whole else (first, middle):
                 found[heads_of(start, end, tuple(here[-count:]))] = None
     return list(found)
 

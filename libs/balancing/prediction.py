@@ -77,7 +77,8 @@ def predict_away(
 def predict_home(
     move: BringHome, home: Device, host: Device, loads: Mapping[str, Smoothed], settings: BalancingSettings
 ) -> Predicted:
-    """The way back. The busy seconds of a module are its part of what the host spends for all it hosts."""
+    """The way back. A module takes as much as the same part of the home does, and no more than its host
+    spends for all it hosts: of several homes there one may work more than the others."""
     placed = home.placement.get(move.move_id)
     if placed is None:
         raise ValueError(f"no module that move {move.move_id} brought away is away from {home.name}")
@@ -85,11 +86,13 @@ def predict_home(
     hosted = before_host.compute * (1 - _own_part(host)) * host.device_share
     held_bytes = placed.num_blocks * module_block_bytes(home, placed.module)
     weights = 0 if placed.has_weights_at_home else len(placed.module.layers) * home.shape.layer_weight_bytes
-    moved_seconds = hosted * min(1.0, (held_bytes + weights) / max(1, host.hosted_bytes))
+    after = home.placement.without(move.move_id)
+    share = _work_share(after, placed.module, settings)
+    own = before_home.compute * _own_part(home) * home.device_share
+    moved_seconds = min(hosted, own * share / max(1e-9, 1 - share))
 
     overhead = _overhead_seconds(home, placed.module, settings)
     added = overhead * home.tokens_per_second / _step_tokens(home)
-    after = home.placement.without(move.move_id)
     num_blocks = capacity(home, after, usable_bytes(home) - weights)
     return Predicted(
         home=DeviceLoad(

@@ -47,6 +47,15 @@ def test_head_groups_are_of_all_layers_or_the_later_half_and_leave_one_head():
     assert head_groups(all_home("h", 4, 1)) == []
 
 
+def test_head_groups_that_keep_layers_whole_are_of_the_later_half_of_those():
+    def starts(placement: Placement) -> set[tuple[int, int]]:
+        return set(spans(head_groups(placement, keeps_layers=True)))
+
+    assert starts(all_home("h", 8, 3)) == {(4, 8)}
+    assert starts(all_home("h", 8, 3).with_module(away(heads_of(4, 8, (2,))))) == {(2, 4), (4, 8), (6, 8)}
+    assert starts(all_home("h", 1, 3)) == set()
+
+
 def test_of_many_heads_not_every_count_is_a_candidate():
     counts = {len(one.kv_heads) for one in head_groups(all_home("h", 4, 32))}
     assert counts == {1, 2, 3, 4, 5, 6, 7, 8, 16}
@@ -92,6 +101,16 @@ def test_no_heads_leave_a_pool_that_is_full_only_because_of_what_it_hosts():
     little = device("a", hosted_bytes=MEMORY_BYTES // 10, num_blocks=NUM_BLOCKS * 9 // 10)
     moves = list(moves_away(little, device("b"), FULL, ALL, gap=0.2))
     assert {one.module.kind for one in moves} == {ModuleKind.HEADS}
+
+
+@given(placements())
+def test_heads_that_leave_keep_no_instance_from_giving_layers_later(placement: Placement):
+    home = device("home", placement=placement)
+    could = layer_runs(placement)
+    for move in moves_away(home, device("host"), FULL, ALL, gap=0.2):
+        if move.module.kind is ModuleKind.HEADS:
+            after = layer_runs(placement.with_module(away(move.module, move_id="new")))
+            assert after or not could
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.integers(0, 9), st.floats(0, 1))

@@ -2,7 +2,7 @@
 
 import pytest
 from balancing_plant import MOVE_ROUNDS, NUM_BLOCKS, ROUND_SECONDS, Plant
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from libs.balancing.device_load import utilization
@@ -75,6 +75,7 @@ def test_flips_leave_at_least_one_worker_of_each_role(steps, seed):
 
 @settings(max_examples=12, deadline=None)
 @given(WALKS, st.integers(0, 1000))
+@example([(1, 0.5, 1.125, 55), (0, 1.0, 0.0, 4)], 0)  # two homes at one host, of which one works more
 def test_a_load_that_stays_the_same_settles(steps, seed):
     plant = Plant(TASTE, seed, noise=0.03)
     walk(plant, steps)
@@ -161,6 +162,18 @@ def test_heads_leave_where_memory_is_short_and_compute_is_not():
     plant.run(200)
     assert kinds_away(plant)[0] is ModuleKind.HEADS
     assert plant.devices["decode-2"].num_blocks >= 1.3 * NUM_BLOCKS
+
+
+def test_layers_can_leave_where_heads_left_before():
+    plant = Plant()
+    plant.demands["decode-2"].work, plant.demands["decode-2"].memory = 0.1, 0.9
+    plant.run(60)
+    assert kinds_away(plant) == [ModuleKind.HEADS]
+    plant.demands["decode-2"].work, plant.demands["decode-2"].memory = 1.8, 0.2
+    plant.run(100)
+    away = plant.devices["decode-2"].placement.placed
+    assert sum(len(one.module.layers) for one in away if one.module.kind is ModuleKind.LAYERS) >= 10
+    assert max(one.utilization for one in plant.rounds[-1].devices) < 0.6
 
 
 def test_layers_leave_where_compute_is_as_short_as_memory_and_the_pool_grows_by_them():
