@@ -202,6 +202,25 @@ async def test_a_move_that_is_cancelled_leaves_everything_as_it_was(
         await scene.check(streams)
 
 
+async def test_a_move_that_is_cancelled_by_several_at_once_is_rolled_back_once() -> None:
+    async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
+        streams = await scene.begin(4, 100)
+        started = await scene.start(heads_of(0, 3, (1,)))
+        assert isinstance(started, MoveAccepted)
+        await scene.until(started.move_id, MovePhase.COPYING)
+
+        async def abandon_after(num_turns: int) -> MoveAccepted | MoveDenied:
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            return await scene.abandon(started.move_id)
+
+        answers = await asyncio.gather(*(abandon_after(i) for i in range(24)))
+        assert isinstance(answers[0], MoveAccepted)
+        assert {reason(a) for a in answers if isinstance(a, MoveDenied)} <= {DenialReason.INVALID}
+        assert (await scene.end(started.move_id)).error == "it was cancelled"
+        await scene.check(streams)
+
+
 async def test_only_what_was_begun_can_be_cancelled() -> None:
     async with moving_mesh() as scene:
         assert reason(await scene.abandon("never")) is DenialReason.NOT_FOUND

@@ -56,7 +56,7 @@ class Move:
             return False
         self._fail(why)
         self._given_up.set()
-        if self._bound is not None:
+        if self._bound is not None and not self._bound.expired():  # a second one finds it ending already
             self._bound.reschedule(asyncio.get_running_loop().time())
         return True
 
