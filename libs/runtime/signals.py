@@ -42,9 +42,9 @@ def stop_on_signals(stop: Stop, parent: Parent, *, drain_timeout_seconds: float)
             log.warning("ended_at_once", signal=number.name)
             os._exit(128 + number)
         stop.skip_drain = parent.is_gone
-        log.info("stop_asked", signal=number.name, parent_gone=stop.skip_drain)
         end_at_latest_after(limit_seconds, 1)
         stop.asked.set()
+        log.info("stop_asked", signal=number.name, parent_gone=stop.skip_drain)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked, number)

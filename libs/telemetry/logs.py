@@ -7,7 +7,8 @@ log.info("worker_departed", worker=...).
 import io
 import logging
 import sys
-from typing import Any, Literal, TextIO
+from contextlib import suppress
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 
@@ -30,7 +31,8 @@ def configure_logs(
 
     `auto` writes for people where `stream` (default stderr) is a terminal, else JSON.
     """
-    sink = stream or sys.stderr or io.StringIO()  # pythonw and some daemons have no stderr
+    # pythonw and some daemons have no stderr
+    sink = cast("TextIO", _Unfailing(stream or sys.stderr or io.StringIO()))
     as_json = log_format == "json" or (log_format == "auto" and not sink.isatty())
     identity = {"service": service, "name": name, "incarnation": incarnation}
 
@@ -55,6 +57,31 @@ def configure_logs(
         cache_logger_on_first_use=False,
     )
     _route_stdlib(shared, _rendering(as_json, sink), numeric_level, sink)
+
+
+class _Unfailing(io.TextIOBase):
+    """Lines that cannot be written (the reader is gone, the disk is full) are lost, and nothing else is.
+
+    A line is often written in the middle of something, such as being told to end.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        """Never raises OSError."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Never raises OSError."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Of the stream."""
+        return self._stream.isatty()
 
 
 def _rendering(as_json: bool, stream: TextIO) -> list[structlog.typing.Processor]:

@@ -85,3 +85,22 @@ def test_an_unknown_model_is_one_clear_line(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "no-such-model" in refused.stderr + refused.stdout
     assert "Traceback" not in refused.stderr + refused.stdout
+
+
+def test_nothing_outlives_an_up_that_was_killed(tmp_path: Path) -> None:
+    mesh = Mesh(tmp_path, "--dtype", "float32", "--num-blocks", "64", "--max-model-len", "512")
+    pids: list[int] = []
+    try:
+        mesh.wait_ready()
+        pids = [service["pid"] for service in mesh.services()]
+        mesh.process.kill()
+        until(
+            lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in pids),
+            timeout_seconds=30,
+            what="all services are gone",
+        )
+    finally:
+        mesh.process.wait(timeout=10)
+        for pid in pids:
+            if Path(f"/proc/{pid}/exe").exists():
+                os.kill(pid, signal.SIGKILL)

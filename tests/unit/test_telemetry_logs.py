@@ -96,3 +96,17 @@ def test_for_people_it_is_not_json() -> None:
     assert "num_blocks=3" in sink.getvalue()
     with pytest.raises(ValueError):
         events(sink)
+
+
+class _Broken(io.StringIO):
+    def write(self, text: str, /) -> int:
+        raise BrokenPipeError("nobody reads this")
+
+    def flush(self) -> None:
+        raise BrokenPipeError("nobody reads this")
+
+
+def test_a_line_that_cannot_be_written_is_lost_and_nothing_else() -> None:
+    configure_logs("router", "router-0", "ab12", log_format="json", stream=_Broken())
+    structlog.get_logger().info("stop_asked")
+    logging.getLogger("library").error("said")
