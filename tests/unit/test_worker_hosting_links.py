@@ -1,85 +1,31 @@
 """Both ends of the Link between a home and a host: refusals, garbage, bounds and leases."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
 import torch
+from kept_hosting import Kept
 from workers_reference import CONFIG, tiny_model
 
-from libs.bus.messages.migration import Hosted
 from libs.engine.errors import MoveRefused, NoRoom
 from libs.engine.hosting.calls import HostedCall, RunLayers, Settle, WriteBlocks
 from libs.engine.hosting.port import Answer, HostLost
-from libs.model.layer import Layer
 from libs.model.layer_weights import layer_tensors, layer_weight_bytes
-from libs.placement.module import Module, whole_layers
+from libs.placement.module import whole_layers
 from libs.transport.choose import make_transport
 from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import Link
 from libs.worker.hosting import host_link
-from libs.worker.hosting.frames import BadFrame, encode
+from libs.worker.hosting.frames import encode
 from libs.worker.hosting.host_link import HostLink
-from libs.worker.hosting.incoming_weights import IncomingWeights, form_of
+from libs.worker.hosting.incoming_weights import form_of
 from libs.worker.hosting.messages import Call, Leaving, Opened, Ping, SettleCall, WeightPiece
 from libs.worker.hosting.server import HostingServer
 
 MODEL = tiny_model()
 SECONDS = 5.0
-Answerer = Callable[[HostedCall, Answer], None]
-
-
-def nothing(call: HostedCall, answer: Answer) -> None:
-    answer.give(torch.empty(0))
-
-
-@dataclass
-class Kept:
-    """Hosting that keeps what it is given."""
-
-    modules: dict[tuple[str, str], MutableMapping[int, Layer] | None] = field(default_factory=dict)
-    refusal: Exception | None = None
-    answerer: Answerer = nothing
-    calls: list[HostedCall] = field(default_factory=list)
-    may_open: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.may_open.set()
-
-    async def open(
-        self,
-        guest: str,
-        move_id: str,
-        module: Module,
-        *,
-        num_blocks_wanted: int,
-        num_blocks_least: int,
-        layers: MutableMapping[int, Layer] | None,
-        weight_bytes: int = 0,
-    ) -> int:
-        await self.may_open.wait()
-        if self.refusal is not None:
-            raise self.refusal
-        self.modules[guest, move_id] = layers
-        return num_blocks_wanted
-
-    def call(self, guest: str, call: HostedCall, answer: Answer) -> None:
-        self.calls.append(call)
-        self.answerer(call, answer)
-
-    async def close(self, guest: str, move_id: str) -> None:
-        self.modules.pop((guest, move_id), None)
-
-    async def close_guest(self, guest: str) -> None:
-        self.modules = {key: layers for key, layers in self.modules.items() if key[0] != guest}
-
-    def hosted(self) -> tuple[Hosted, ...]:
-        return tuple(
-            Hosted(move_id=move_id, home=guest, module=whole_layers(0, 1), num_blocks=1, num_bytes=1)
-            for guest, move_id in self.modules
-        )
 
 
 class Scene:
@@ -208,16 +154,6 @@ async def test_weights_arrive_in_pieces_and_become_layers(scene: Scene) -> None:
     for layer in layers:
         expected = layer_tensors(MODEL.layer(layer))
         assert all(torch.equal(tensor, expected[name]) for name, tensor in layer_tensors(came[layer]).items())
-
-
-@pytest.mark.parametrize(
-    ("layer", "name", "first_byte", "num_bytes"),
-    [(2, "qkv.weight", 0, 4), (0, "nonsense", 0, 4), (0, "qkv.weight", 4, 4), (0, "attention_norm", 0, 999)],
-)
-def test_weights_out_of_place_are_refused(layer: int, name: str, first_byte: int, num_bytes: int) -> None:
-    incoming = IncomingWeights(form_of(MODEL), range(2))
-    with pytest.raises(BadFrame):
-        incoming.take(layer, name, first_byte, torch.zeros(num_bytes, dtype=torch.uint8))
 
 
 async def test_a_close_that_overtakes_its_open_leaves_nothing(scene: Scene) -> None:
