@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_names import GGUF_NAMES
 
 from libs.model.assemble import assemble
 from libs.model.checkpoint import TensorSpan
@@ -47,25 +48,6 @@ def interleave(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """What llama.cpp's conversion does to q and k of Llama models."""
     halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
-
-
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers.": "blk.",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def save_gguf(

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_names import GGUF_NAMES
 from safetensors.torch import load_file, save_file
 
 from libs.model import layer_files
@@ -249,20 +250,3 @@ def small_gguf(path: Path, scale: float) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers.": "blk.",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
