@@ -70,8 +70,17 @@ class Stop:
         self.on_succession()
 
 
-async def live(service: Service, runtime: Runtime, stop: Stop, *, drain_timeout_seconds: float) -> int:
+async def live(
+    service: Service,
+    runtime: Runtime,
+    stop: Stop,
+    *,
+    drain_timeout_seconds: float,
+    on_opened: Callable[[], None] = lambda: None,
+) -> int:
     """Live one life; returns the exit code: 0 when asked to end, 1 when something broke and was logged.
+
+    `on_opened` is called when the service is open, before others hear that it is ready.
 
     Where `stop.successor` is set afterwards, the process is to become that program instead of ending.
     """
@@ -80,6 +89,7 @@ async def live(service: Service, runtime: Runtime, stop: Stop, *, drain_timeout_
     try:
         if (exit_code := await _open(service, runtime, stop)) is not None:
             return exit_code
+        on_opened()
         exit_code = await _serve(service, runtime, stop)
         if exit_code == 0 and not stop.skip_drain:
             runtime.become(ServiceState.DRAINING, _becoming(stop))

@@ -14,6 +14,7 @@ from libs.bus.port import Bus
 from libs.config.errors import SettingsError
 from libs.config.load import exit_for, load_settings_or_exit
 from libs.runtime.connect import check_url, connect_bus
+from libs.runtime.garbage import freeze_garbage
 from libs.runtime.http_server import AddressInUse, HttpServer
 from libs.runtime.identity import Identity, new_identity
 from libs.runtime.life import EXIT_CRASHED, Service, Stop, live
@@ -77,7 +78,10 @@ async def _run(
     if bus is None:
         return 0
     try:
-        exit_code = await live_on(bus, identity, settings, build(settings), stop, serves_probes=serves_probes)
+        service = build(settings)
+        exit_code = await live_on(
+            bus, identity, settings, service, stop, serves_probes=serves_probes, on_opened=freeze_garbage
+        )
     finally:
         await bus.close()
         tracing.close()
@@ -95,8 +99,12 @@ async def live_on(
     stop: Stop,
     *,
     serves_probes: bool,
+    on_opened: Callable[[], None] = lambda: None,
 ) -> int:
-    """One life on a bus that is connected; returns the exit code. Component tests start here."""
+    """One life on a bus that is connected; returns the exit code. Component tests start here.
+
+    `on_opened` is called when everything is acquired, before others hear that it is ready.
+    """
     registry = new_registry(
         identity.kind.value, identity.name, identity.incarnation, version=version("kvmesh")
     )
@@ -118,7 +126,10 @@ async def live_on(
     try:
         if serves_probes:
             runtime.describe(http_address=await probes.open())
-        return await live(service, runtime, stop, drain_timeout_seconds=settings.drain_timeout_seconds)
+        drain_timeout_seconds = settings.drain_timeout_seconds
+        return await live(
+            service, runtime, stop, drain_timeout_seconds=drain_timeout_seconds, on_opened=on_opened
+        )
     except AddressInUse as error:
         log.error("probes_not_opened", error=str(error))  # noqa: TRY400 - the text says it all
         return EXIT_CRASHED

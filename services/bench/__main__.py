@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.status import Status
 
+from libs.runtime.garbage import freeze_garbage
 from services.bench.figures import as_record, as_table
 from services.bench.sections import SECTIONS
 
@@ -26,6 +27,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(names):
         parser.error(f"unknown section {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    freeze_garbage()  # clients here are to see the mesh's pauses, not their own
     console = Console()
     record: dict[str, object] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

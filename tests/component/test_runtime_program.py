@@ -38,6 +38,11 @@ run_service(ServiceKind.ROUTER, RuntimeSettings, Example)
 """
 
 
+FREEZING_PROGRAM = PROGRAM.replace("import asyncio,", "import asyncio, gc,").replace(
+    'print("draining", flush=True)', 'print("frozen", gc.get_freeze_count() > 10_000, flush=True)'
+)
+
+
 @asynccontextmanager
 async def started(
     url: str, *flags: str, program: str = PROGRAM, environ: Mapping[str, str] | None = None
@@ -114,6 +119,13 @@ async def test_it_serves_probes_is_seen_drains_at_sigterm_and_ends_with_0(tmp_pa
         for text in ("opened", "draining", "closed"):
             await says(process, text)
         assert await process.wait() == 0
+
+
+async def test_a_ready_program_keeps_its_modules_out_of_the_garbage_collectors_way(tmp_path: Path) -> None:
+    async with broker(tmp_path) as nats, started(nats.url, program=FREEZING_PROGRAM) as process:
+        await presence_with(nats.url, ServiceState.READY)
+        process.send_signal(signal.SIGTERM)
+        await says(process, "frozen True")
 
 
 async def test_a_draining_process_is_not_ready_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
