@@ -2,7 +2,6 @@
 token frames as the worker publishes them."""
 
 import asyncio
-import random
 import secrets
 import statistics
 import tempfile
@@ -20,15 +19,16 @@ from libs.bus.messages.generation import TokenFrame
 from libs.bus.nats_bus import NatsBus
 from libs.bus.nats_server import NatsServer
 from libs.bus.port import Bus
-from services.bench.mesh_overhead import random_prompt, running_mesh
+from services.bench.mesh_overhead import running_mesh
 
 NUM_STREAMS = 16
-PROMPT_TOKENS = 32
+PROMPT = "A story about {number} people of a small town, told slowly and in plain words.\n"
+"""Plain words have plain answers: each of their tokens is text, and clients see it. Bytes of a character that
+is not whole yet are no text, and would look like a gap."""
 ANSWER_TOKENS = 1900
 """More than there is time for."""
 SESSION = "bench"
 """All streams are of one session, which stays with one decode worker: the home."""
-_VOCABULARY = 49152
 _LOOK_SECONDS = 0.03
 _START_SECONDS = 60.0
 
@@ -63,6 +63,8 @@ class WatchedMesh:
     admin_key: str
     streams: list[Arrivals] = field(default_factory=list[Arrivals])
     """As clients see them."""
+    num_prompt_tokens: int = 0
+    """Of each."""
     frames: Arrivals = field(default_factory=Arrivals)
     """Of the home, one for each of its steps."""
     home: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -89,7 +91,7 @@ class WatchedMesh:
 
     def num_live_blocks(self, block_size: int) -> int:
         """Blocks that the streams hold now."""
-        return sum(-(-(PROMPT_TOKENS + len(one.times)) // block_size) for one in self.streams)
+        return sum(-(-(self.num_prompt_tokens + len(one.times)) // block_size) for one in self.streams)
 
 
 @asynccontextmanager
@@ -121,21 +123,27 @@ async def watched_mesh(*flags: str) -> AsyncGenerator[WatchedMesh]:
 
 
 async def _begin_streams(mesh: WatchedMesh, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-    source = random.Random(5)
     model = (await mesh.client.get("/v1/models")).json()["data"][0]["id"]
     mesh.streams = [Arrivals() for _ in range(NUM_STREAMS)]
-    return [group.create_task(_stream(mesh.client, model, source, stream)) for stream in mesh.streams]
+    bodies = [
+        {
+            "model": model,
+            "prompt": PROMPT.format(number=number),
+            "temperature": 0,
+            "max_tokens": ANSWER_TOKENS,
+            "ignore_eos": True,
+        }
+        for number in range(10, 10 + NUM_STREAMS)
+    ]
+    once = await mesh.client.post("/v1/completions", json={**bodies[0], "max_tokens": 1})
+    mesh.num_prompt_tokens = once.json()["usage"]["prompt_tokens"]
+    return [
+        group.create_task(_stream(mesh.client, {**body, "stream": True}, stream))
+        for body, stream in zip(bodies, mesh.streams, strict=True)
+    ]
 
 
-async def _stream(client: httpx.AsyncClient, model: str, source: random.Random, arrivals: Arrivals) -> None:
-    body = {
-        "model": model,
-        "prompt": random_prompt(PROMPT_TOKENS, _VOCABULARY, source),
-        "temperature": 0,
-        "max_tokens": ANSWER_TOKENS,
-        "ignore_eos": True,
-        "stream": True,
-    }
+async def _stream(client: httpx.AsyncClient, body: dict[str, Any], arrivals: Arrivals) -> None:
     headers = {"x-session-id": SESSION}
     async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
         response.raise_for_status()
