@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from libs.engine.dirty_blocks import DirtyBlocks
-from libs.engine.hosting.calls import ReadBlocks, Settle, WriteBlocks
+from libs.engine.hosting.calls import ReadBlocks, WriteBlocks
 from libs.engine.hosting.port import Answer
 from libs.engine.hosts import Hosts
 from libs.engine.not_yet import NotYet
@@ -49,7 +49,8 @@ class KvCopy(Protocol):
         ...
 
     def catch_up(self, live: set[int]) -> None:
-        """Copies all that is left, and waits until it is there. Raises HostLost."""
+        """Copies all that is left: whatever is asked of the host from now on finds it there. Raises
+        HostLost."""
         ...
 
     def fill(self, live: set[int]) -> None:
@@ -94,13 +95,9 @@ class KvAway:
         return kv.nbytes
 
     def catch_up(self, live: set[int]) -> None:
-        """See KvCopy."""
-        is_there = False
-        while not is_there:
-            while self.copy_some(_PIECE_BYTES, live):
-                pass
-            self._hosts.ask(self._placed.worker, Settle())
-            is_there = not self.num_left(live)  # while it waits KV from outside is written
+        """See KvCopy. Nobody waits for it: a host does what it is asked in order."""
+        while self.copy_some(_PIECE_BYTES, live):
+            pass
 
     def fill(self, live: set[int]) -> None:
         """See KvCopy. Nothing came."""

@@ -158,9 +158,9 @@ async def _find_home(mesh: WatchedMesh, bus: Bus) -> None:
     async with asyncio.timeout(_START_SECONDS):
         while True:
             services = (await mesh.client.get("/v1/mesh")).json()["services"]
-            workers = [one for one in services if one["kind"] == "decode_worker"]
+            workers = [one for one in services if (one["kind"], one["state"]) == ("decode_worker", "ready")]
             homes = [one for one in workers if (one["load"] or {}).get("num_running") == NUM_STREAMS]
-            if homes and all(len(one.times) > 1 for one in mesh.streams):
+            if homes and len(workers) > 1 and all(len(one.times) > 1 for one in mesh.streams):
                 break
             await asyncio.sleep(_LOOK_SECONDS)
     (mesh.home,) = homes
