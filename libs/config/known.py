@@ -121,6 +121,7 @@ KNOWN_FIELDS = frozenset(
         "served_model_name",
         "session_stickiness_seconds",
         "smoothing_seconds",
+        "stable_seconds",
         "stale_after_seconds",
         "starting_grace_seconds",
         "state_dir",

@@ -8,7 +8,7 @@ from pathlib import Path
 from services.up.child_output import ChildOutput, LogFile
 from services.up.child_process import ChildProcess, exit_words, start_child
 from services.up.display import Display
-from services.up.supervision import EXIT_BAD_SETTINGS, Supervision
+from services.up.supervision import EXIT_BAD_SETTINGS, STABLE_SECONDS, Supervision
 
 KILL_GRACE_SECONDS = 20.0
 """On top of the drain timeout: what a child may take to close before it is killed."""
@@ -38,6 +38,7 @@ class Mesh:
         log_dir: Path,
         *,
         drain_timeout_seconds: float,
+        stable_seconds: float = STABLE_SECONDS,
     ) -> None:
         self._programs = {p.name: p for p in programs}
         self._environ = environ
@@ -45,7 +46,7 @@ class Mesh:
         self._logs = {p.name: LogFile(log_dir / f"{p.name}.log") for p in programs}
         self._log_dir = log_dir
         self._kill_after_seconds = drain_timeout_seconds + KILL_GRACE_SECONDS
-        self._supervision = Supervision({p.name: p.stage for p in programs})
+        self._supervision = Supervision({p.name: p.stage for p in programs}, stable_seconds)
         self._processes: dict[str, ChildProcess] = {}
         self._started_at: dict[str, float] = {}
         self._kill_at: dict[str, float] = {}

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from libs.model.source import DEFAULT_MODEL
+from services.up.supervision import STABLE_SECONDS
 
 
 def default_state_dir() -> str:
@@ -44,3 +45,7 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_seconds: Annotated[
         float, Meta(description="how long answers in progress may go on after Ctrl-C", ge=0)
     ] = 30.0
+    stable_seconds: Annotated[
+        float,
+        Meta(description="who ran so long and died is started again soon, who died sooner ever later", ge=0),
+    ] = STABLE_SECONDS

@@ -41,7 +41,14 @@ async def _run(prepared: Prepared, display: Display) -> int:
     workers = f"{settings.prefill} prefill, {settings.decode} decode"
     display.text(f"kvmesh {version('kvmesh')}: {settings.model}, {workers}; logs in {log_dir}")
     environ = {**prepared.environ, "KVMESH_NATS_SERVER": nats_url}
-    mesh = Mesh(programs, environ, display, log_dir, drain_timeout_seconds=settings.drain_timeout_seconds)
+    mesh = Mesh(
+        programs,
+        environ,
+        display,
+        log_dir,
+        drain_timeout_seconds=settings.drain_timeout_seconds,
+        stable_seconds=settings.stable_seconds,
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, mesh.ask_stop)

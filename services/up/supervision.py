@@ -50,7 +50,8 @@ def backoff_seconds(num_failures: int) -> float:
 class Supervision:
     """The phases of all children. Ask `due`, `to_end`; tell `started`, `ready`, `died`, `stop`."""
 
-    def __init__(self, stages: Mapping[str, int]) -> None:
+    def __init__(self, stages: Mapping[str, int], stable_seconds: float = STABLE_SECONDS) -> None:
+        self._stable_seconds = stable_seconds
         self._children = {name: _Child(stage) for name, stage in stages.items()}
         self._is_stopping = False
 
@@ -80,7 +81,7 @@ class Supervision:
         if exit_code == EXIT_BAD_SETTINGS and not child.was_ready:
             child.phase = Phase.ENDED
             return Death(None, is_fatal=True)
-        is_stable = now - child.started_at >= STABLE_SECONDS
+        is_stable = now - child.started_at >= self._stable_seconds
         child.num_failures = 1 if is_stable else child.num_failures + 1
         delay = backoff_seconds(child.num_failures)
         child.phase, child.due_at = Phase.DUE, now + delay

@@ -45,12 +45,18 @@ def test_a_dead_child_is_due_after_its_backoff_and_not_before() -> None:
     assert supervision.due(10.0 + FIRST_BACKOFF_SECONDS) == ["decode-0"]
 
 
-@given(st.lists(st.integers(0, int(8 * STABLE_SECONDS)), min_size=1, max_size=12))
-def test_backoff_grows_over_quick_deaths_and_starts_anew_after_a_stable_life(lives: list[int]) -> None:
-    supervision, now, num_quick = running({"router": 2}), 0.0, 0
+@given(
+    st.lists(st.integers(0, int(8 * STABLE_SECONDS)), min_size=1, max_size=12),
+    st.sampled_from([0.0, 1.5, STABLE_SECONDS]),
+)
+def test_backoff_grows_over_quick_deaths_and_starts_anew_after_a_stable_life(
+    lives: list[int], stable_seconds: float
+) -> None:
+    supervision, now, num_quick = Supervision({"router": 2}, stable_seconds), 0.0, 0
+    supervision.started("router", now)
     for life in (quarters / 4 for quarters in lives):  # sums of quarters are exact, so is the bound
         now += life
-        num_quick = 1 if life >= STABLE_SECONDS else num_quick + 1
+        num_quick = 1 if life >= stable_seconds else num_quick + 1
         death = supervision.died("router", 1, now)
         assert death.restarts_in_seconds == backoff_seconds(num_quick)
         now += backoff_seconds(num_quick)
