@@ -26,9 +26,11 @@ WORKERS = (
     *("--drain-timeout-seconds", "2"),
 )
 POOLS = "[prefill_worker]\nnum_blocks = {}\n[decode_worker]\nnum_blocks = {}\n"
+PHASE_SECONDS = 35.0
+"""Some ten of them pass until modules lie where a new load wants them."""
 SKEWED = (
-    Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=23.0, num_clients=12),
-    Phase("long answers", prompt_tokens=64, output_tokens=192, seconds=23.0, num_clients=24),
+    Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=PHASE_SECONDS, num_clients=12),
+    Phase("long answers", prompt_tokens=64, output_tokens=192, seconds=PHASE_SECONDS, num_clients=24),
 )
 PACE = 0.75
 """Of the rate at which the mesh without moves answered long prompts: peaks are compared where neither is
@@ -61,7 +63,7 @@ class Outcome:
 
 
 def measure_balance(say: Callable[[str], None]) -> list[Figure]:
-    """Less than four minutes."""
+    """Less than five minutes."""
     off = _skewed(OFF, say)
     on = _skewed(ON, say, off.paced_rate)
     crowded_off, crowded_on = (_crowded(switch, say) for switch in (OFF, ON))
