@@ -8,7 +8,7 @@ from libs.placement.module import ModuleKind
 from libs.placement.placement import Placed, all_home, check_module
 from services.bench.migration_costs import HostingCost
 from services.bench.migration_figures import trip_figures
-from services.bench.migration_mesh import PROMPT_TOKENS, Arrivals, WatchedMesh, longest_gap, median_gap
+from services.bench.migration_mesh import Arrivals, WatchedMesh, longest_gap, median_gap
 from services.bench.migration_trips import Measured, MoveKind, Trip, Watched, kinds_of
 
 SMOLLM2 = ModelShape(
@@ -100,5 +100,5 @@ def test_a_trip_is_told_with_its_aims() -> None:
 def test_streams_hold_blocks_for_their_prompts_and_what_came() -> None:
     mesh = WatchedMesh.__new__(WatchedMesh)
     mesh.streams = [Arrivals(), Arrivals([0.0] * 17)]
-    assert PROMPT_TOKENS == 32
+    mesh.num_prompt_tokens = 32
     assert mesh.num_live_blocks(16) == 2 + 4
