@@ -4,7 +4,14 @@ import asyncio
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from libs.bus.messages.migration import ExplainRounds, Rounds
+from libs.bus.messages.migration import (
+    CancelMove,
+    DenialReason,
+    ExplainRounds,
+    MoveDenied,
+    PlanMove,
+    Rounds,
+)
 from libs.bus.port import (
     Bus,
     BusError,
@@ -22,6 +29,7 @@ LOOK_SECONDS = 2.0
 """How often the loop's last round is asked for: the coordinator tells it to nobody by itself."""
 
 Answer = TypeVar("Answer")
+RETRY_SECONDS = 2
 
 
 async def ask_coordinator(bus: Bus, request: Request[Answer]) -> Answer:
@@ -29,30 +37,51 @@ async def ask_coordinator(bus: Bus, request: Request[Answer]) -> Answer:
     try:
         return await bus.request(request, timeout_seconds=ANSWER_TIMEOUT_SECONDS)
     except BusError as error:
-        raise _as_api_error(error) from error
+        raise _as_api_error(error, changes=isinstance(request, PlanMove | CancelMove)) from error
 
 
-def _as_api_error(error: BusError) -> ApiError:
+def no_answer_error(denied: MoveDenied) -> ApiError | None:
+    """What clients see where nobody could say yes or no to an order; None of a denial that is an answer."""
+    match denied.reason:
+        case DenialReason.NOT_LEADING:
+            return _unavailable(denied.detail)
+        case DenialReason.UNREACHABLE:
+            return _unavailable(denied.detail, code="worker_unreachable")
+        case DenialReason.NO_ANSWER:
+            return DeadlineOver(denied.detail, code="worker_timeout")
+        case DenialReason.FAILED:
+            return Failed(denied.detail)
+        case _:
+            return None
+
+
+def _as_api_error(error: BusError, *, changes: bool) -> ApiError:
     match error:
         case NoResponders():
-            return Unavailable(
+            return _unavailable(
                 "no migration coordinator leads now; start one (kvmesh up --coordinators 1), "
-                "or try again if one has just left",
-                code="no_coordinator",
-                retry_after_seconds=2,
+                "or try again if one has just left"
             )
-        case NotConnected() | Overloaded():
-            return Unavailable(str(error), code="no_coordinator", retry_after_seconds=2)
+        case NotConnected():
+            may_be = "; what was asked for may have begun all the same" if changes else ""
+            return _unavailable(f"{error}; try again when it is back{may_be}")
+        case Overloaded():
+            return _unavailable(f"{error}; try again")
         case RequestTimedOut():
+            may_be = "it may have begun what was asked for: GET /v1/mesh/migrations tells"
             return DeadlineOver(
-                f"no answer of the coordinator within {ANSWER_TIMEOUT_SECONDS:g} seconds; it may have begun "
-                "what was asked for: GET /v1/mesh/migrations tells",
+                f"no answer of the coordinator within {ANSWER_TIMEOUT_SECONDS:g} seconds; "
+                + (may_be if changes else "try again"),
                 code="coordinator_timeout",
             )
         case HandlerFailed():
             return Failed("the coordinator could not answer; it has logged why")
         case _:
             return Failed(str(error))
+
+
+def _unavailable(said: str, *, code: str = "no_coordinator") -> ApiError:
+    return Unavailable(said, code=code, retry_after_seconds=RETRY_SECONDS)
 
 
 class LoopWatch:

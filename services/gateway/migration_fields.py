@@ -71,13 +71,21 @@ def check_shape(asked: MigrationRequest) -> None:
         first, end = asked.layers
         raise BadRequest(f"layers: [{first}, {end}] are none; the end must be greater", param="layers")
     if asked.kv_heads is not None and len(set(asked.kv_heads)) < len(asked.kv_heads):
-        raise BadRequest("kv_heads: a head is named twice", param="kv_heads")
+        said = f"kv_heads: {list(asked.kv_heads)} names a head twice; name each once"
+        raise BadRequest(said, param="kv_heads")
     if asked.kind is not None and module != ["layers"]:
-        raise BadRequest("kind is of layers alone", param="kind")
+        said = f"kind {asked.kind!r} is for whole layers; leave it out with kv_heads, tokens and return_of"
+        raise BadRequest(said, param="kind")
     if asked.num_blocks is not None and asked.return_of is not None:
-        raise BadRequest("num_blocks is of modules that leave", param="num_blocks")
+        raise BadRequest(
+            "num_blocks is for modules that leave; leave it out with return_of", param="num_blocks"
+        )
     if (asked.host is None) != (asked.return_of is not None):
-        said = "a module comes home: no host is needed" if asked.host else "host is missing"
+        said = (
+            "return_of brings a module home from where it is; leave host out"
+            if asked.host
+            else "host is missing: name the worker that the module moves to"
+        )
         raise BadRequest(said, param="host")
 
 

@@ -18,11 +18,12 @@ from libs.bus.messages.migration import (
 )
 from libs.bus.messages.presence import Presence, ServiceState
 from libs.bus.port import Bus
+from libs.placement.phases import is_over
 from libs.runtime.roster import Roster
 from services.gateway.admin import MIGRATIONS_PATH
 from services.gateway.body import read_json
-from services.gateway.coordinator import ask_coordinator
-from services.gateway.errors import ApiError, BadRequest, Conflict, NotFound, Unavailable
+from services.gateway.coordinator import RETRY_SECONDS, ask_coordinator, no_answer_error
+from services.gateway.errors import ApiError, BadRequest, Conflict, DeadlineOver, NotFound, Unavailable
 from services.gateway.migration_fields import MigrationRequest, check_shape, module_param, plan_of
 from services.gateway.placement_view import move_document, names_of, placement_document
 from services.gateway.placements import Placements
@@ -44,15 +45,19 @@ class MigrationsApi:
 
     def routes(self) -> list[Route]:
         """All paths."""
-        one = MIGRATIONS_PATH + "/{move_id}"
+        # One route for each path, so that a 405 names all the methods that there are.
         return [
-            Route(MIGRATIONS_PATH, self.start, methods=["POST"]),
-            Route(MIGRATIONS_PATH, self.moves),
-            Route(one, self.cancel, methods=["DELETE"]),
-            Route(one, self.move),
+            Route(MIGRATIONS_PATH, self._all, methods=["GET", "POST"]),
+            Route(MIGRATIONS_PATH + "/{move_id}", self._one, methods=["GET", "DELETE"]),
             Route("/v1/mesh/placement", self.placement),
             Route("/v1/mesh/explain", self.explain),
         ]
+
+    async def _all(self, request: Request) -> Response:
+        return await (self.start if request.method == "POST" else self.moves)(request)
+
+    async def _one(self, request: Request) -> Response:
+        return await (self.cancel if request.method == "DELETE" else self.move)(request)
 
     async def start(self, request: Request) -> Response:
         """Begin a move. 202 with its id; how it goes on is told at its address."""
@@ -61,7 +66,8 @@ class MigrationsApi:
         home = self._worker(asked.instance, "instance")
         host = self._worker(asked.host, "host").incarnation if asked.host is not None else ""
         if host == home.incarnation:
-            raise BadRequest(f"{home.name} is the home of this instance already", param="host")
+            said = f"{home.name} is the home of this instance already; choose another worker as host"
+            raise BadRequest(said, param="host")
         num_layers = self._num_layers(home)
         plan = plan_of(asked, instance=home.incarnation, host=host, num_layers=num_layers)
         answer = await ask_coordinator(self._bus, plan)
@@ -75,17 +81,26 @@ class MigrationsApi:
 
     async def moves(self, _request: Request) -> Response:
         """Moves under way and past, the newest first."""
-        known, is_from_coordinator = await self._known_moves("")
+        try:
+            known, is_from_coordinator = (await ask_coordinator(self._bus, ListMoves())).moves, True
+        except (Unavailable, DeadlineOver):
+            known, is_from_coordinator = tuple(self._placements.moves()), False
         names = names_of(self._roster.all())
         told = [move_document(move, names) for move in known]
         return _json({"data": told, "is_from_coordinator": is_from_coordinator})
 
     async def move(self, request: Request) -> Response:
-        """One of them."""
+        """One of them. 404 only by the coordinator's word: this gateway may not have heard of it."""
         move_id = request.path_params["move_id"]
-        known, _ = await self._known_moves(move_id)
+        try:
+            found = await ask_coordinator(self._bus, ListMoves(move_id=move_id))
+            known = [move for move in found.moves if move.move_id == move_id] or self._heard(move_id)
+        except (Unavailable, DeadlineOver):
+            if not (known := self._heard(move_id)):
+                raise
         if not known:
-            raise NotFound(f"there is no migration {move_id!r}", param="id", code="migration_not_found")
+            said = f"there is no migration {move_id!r}; GET {MIGRATIONS_PATH} lists those that are remembered"
+            raise NotFound(said, param="id", code="migration_not_found")
         return _json(move_document(known[0], names_of(self._roster.all())))
 
     async def cancel(self, request: Request) -> Response:
@@ -93,9 +108,7 @@ class MigrationsApi:
         move_id = request.path_params["move_id"]
         answer = await ask_coordinator(self._bus, CancelMove(move_id=move_id))
         if isinstance(answer, MoveDenied):
-            if answer.reason is DenialReason.NOT_FOUND:
-                raise NotFound(answer.detail, param="id", code="migration_not_found")
-            raise Conflict(answer.detail, code="cannot_cancel", epoch=answer.epoch)
+            raise self._not_cancelled(answer, move_id)
         return _json({"id": answer.move_id, "epoch": answer.epoch}, 202)
 
     async def placement(self, _request: Request) -> Response:
@@ -115,31 +128,47 @@ class MigrationsApi:
         del told["type"]
         return _json(told)
 
-    async def _known_moves(self, move_id: str) -> tuple[list[MoveRecord], bool]:
-        """The coordinator's records, which reach back further; without one, what was heard here."""
-        try:
-            moves = list((await ask_coordinator(self._bus, ListMoves(move_id=move_id))).moves)
-        except Unavailable:
-            return [m for m in self._placements.moves() if move_id in ("", m.move_id)], False
-        return [m for m in moves if move_id in ("", m.move_id)], True
+    def _heard(self, move_id: str) -> list[MoveRecord]:
+        """What this gateway heard of it: the coordinator may have come just now, or be away."""
+        return [move for move in self._placements.moves() if move.move_id == move_id]
+
+    def _not_cancelled(self, denied: MoveDenied, move_id: str) -> ApiError:
+        if (error := no_answer_error(denied)) is not None:
+            return error
+        if denied.reason is not DenialReason.NOT_FOUND:
+            return Conflict(denied.detail, code="cannot_cancel", epoch=denied.epoch)
+        if not (heard := self._heard(move_id)):
+            return NotFound(denied.detail, param="id", code="migration_not_found")
+        if is_over(heard[0].phase):
+            said = f"the move {move_id} is over: {heard[0].phase.value}"
+            return Conflict(said, code="cannot_cancel", epoch=heard[0].epoch)
+        said = "the coordinator leads since just now and has not heard of this move yet; try again"
+        return Unavailable(said, code="no_coordinator", retry_after_seconds=1)
 
     def _worker(self, name: str, param: str) -> Presence:
-        """By incarnation, else by name; of several, the one that is ready."""
+        """By incarnation, else by name, in any state; of several, the one that is ready."""
         workers = [p for p in self._roster.all() if p.kind in WORKERS and name in (p.incarnation, p.name)]
         workers.sort(key=lambda p: (p.incarnation != name, p.state is not ServiceState.READY))
+        if not workers and not self._bus.is_connected:
+            said = f"the broker is away, and no worker {name!r} was known before; try again when it is back"
+            raise Unavailable(said, code="no_coordinator", retry_after_seconds=RETRY_SECONDS)
         if not workers:
-            raise NotFound(f"there is no worker {name!r}", param=param, code="worker_not_found")
+            said = f"there is no worker {name!r}; GET /v1/mesh/placement lists those there are"
+            raise NotFound(said, param=param, code="worker_not_found")
         return workers[0]
 
     def _num_layers(self, home: Presence) -> int:
         heard = self._placements.get(home.incarnation)
         num_layers = heard.told.placement.num_layers if heard else home.num_layers
         if not num_layers:
-            raise Unavailable(f"{home.name} has not told its layers yet", retry_after_seconds=1)
+            said = f"{home.name} is not ready yet: it has not told its layers; order it again when it is"
+            raise Conflict(said, code=DenialReason.NOT_READY.value)
         return num_layers
 
 
 def _refusal(denied: MoveDenied, param: str) -> ApiError:
+    if (error := no_answer_error(denied)) is not None:
+        return error
     match denied.reason:
         case DenialReason.NOT_FOUND:
             return NotFound(denied.detail, param=param, code="module_not_found")

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from libs.bus.messages.migration import Hosted, MoveRecord
-from libs.bus.messages.presence import Presence
+from libs.bus.messages.migration import Hosted, MoveRecord, PlacementTold
+from libs.bus.messages.presence import Presence, WorkerLoad
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import is_over
 from libs.placement.placement import Placed, Placement
@@ -71,12 +71,6 @@ def _instance(
     presence: Presence, heard: HeardPlacement, loads: Loads, names: Names, now: float
 ) -> dict[str, Any]:
     placement = heard.told.placement
-    load = loads.get(presence.incarnation)
-    num_blocks, num_used, block_size = (
-        (load.report.load.num_blocks, load.report.load.num_used_blocks, load.report.load.block_size)
-        if load is not None
-        else (0, 0, 0)
-    )
     return {
         "name": presence.name,
         "incarnation": presence.incarnation,
@@ -90,14 +84,23 @@ def _instance(
         "heads": [_placed(one, names) for one in placement.placed if one.module.kind is ModuleKind.HEADS],
         "lent": [_placed(one, names) for one in placement.lent()],
         "hosted": [_hosted(one, names) for one in heard.told.hosted],
-        "capacity": {
-            "num_blocks": num_blocks,
-            "num_used_blocks": num_used,
-            "num_tokens": num_blocks * block_size,
-            "kv_memory_bytes": presence.kv_memory_bytes,
-            "num_hosted_bytes": sum(one.num_bytes for one in heard.told.hosted),
-        },
+        "capacity": _capacity(presence, heard.told, loads),
         "age_seconds": round(now - heard.heard, 3),
+    }
+
+
+def _capacity(presence: Presence, told: PlacementTold, loads: Loads) -> dict[str, int]:
+    """Blocks are those of the placement that is told with them: load reports come by themselves, and may be
+    from before or after it."""
+    heard = loads.get(presence.incarnation)
+    load = heard.report.load if heard is not None else WorkerLoad()
+    num_blocks = told.num_blocks or load.num_blocks
+    return {
+        "num_blocks": num_blocks,
+        "num_used_blocks": min(load.num_used_blocks, num_blocks),
+        "num_tokens": num_blocks * load.block_size,
+        "kv_memory_bytes": presence.kv_memory_bytes,
+        "num_hosted_bytes": sum(one.num_bytes for one in told.hosted),
     }
 
 

@@ -21,6 +21,10 @@ class HeardPlacement:
     heard: float
 
 
+def _what_stays(told: PlacementTold) -> tuple[object, ...]:
+    return told.placement, told.num_blocks, told.hosted
+
+
 class Placements:
     """By the incarnation of the home. `hear` and `hear_move` say whether anything is new."""
 
@@ -34,10 +38,7 @@ class Placements:
         known = self._heard.get(home)
         self._heard[home] = HeardPlacement(told, now)
         changed = [self.hear_move(move) for move in told.moves]
-        is_same = known is not None and (known.told.placement, known.told.hosted) == (
-            told.placement,
-            told.hosted,
-        )
+        is_same = known is not None and _what_stays(known.told) == _what_stays(told)
         return any(changed) or not is_same
 
     def hear_move(self, move: MoveRecord) -> bool:

@@ -44,12 +44,10 @@ class Cluster:
         return self._members.get(worker)
 
     def find(self, who: str) -> Presence | None:
-        """A ready worker by incarnation or name; of several with a name, the last that came."""
-        found = [
-            one
-            for one in self._members.values()
-            if who in (one.incarnation, one.name) and one.state is ServiceState.READY
-        ]
+        """A worker by incarnation or name, in any state; of several with a name, the last that came of those
+        that are ready, or of all."""
+        found = [one for one in self._members.values() if who in (one.incarnation, one.name)]
+        found.sort(key=lambda one: (who == one.incarnation, one.state is ServiceState.READY))
         return found[-1] if found else None
 
     def placement(self, worker: str) -> Placement | None:

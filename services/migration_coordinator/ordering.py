@@ -15,6 +15,13 @@ from libs.bus.messages.migration import (
 from libs.bus.messages.presence import Presence
 from libs.placement.module import Module, ModuleKind
 from libs.placement.placement import BadPlacement, Placed, Placement, check_module
+from libs.worker.hosting.orders import (
+    busy_words,
+    hosts_nothing_words,
+    nothing_away_words,
+    other_model_words,
+    why_not_ready,
+)
 from services.migration_coordinator.cluster import Cluster
 
 
@@ -47,16 +54,17 @@ def order_by_hand(
     plan: PlanMove, move_id: str, cluster: Cluster, under_way: Sequence[MoveRecord], rules: Rules, now: float
 ) -> Order:
     """Raises Denied. The epoch is compared here already; the home compares it again."""
-    home = cluster.find(plan.instance)
-    placement = cluster.placement(home.incarnation) if home else None
-    if home is None or placement is None:
-        raise Denied(
-            DenialReason.NOT_FOUND, f"there is no ready worker {plan.instance!r} that tells its placement"
-        )
+    home = _found(plan.instance, cluster)
+    placement = cluster.placement(home.incarnation)
+    _check_ready(home, placement)
+    if placement is None:
+        detail = f"{home.name} has not told its placement to this coordinator yet; order it again in a second"
+        raise Denied(DenialReason.NOT_READY, detail)
     if plan.expected_epoch not in (None, placement.epoch):
         raise Denied(
             DenialReason.STALE_EPOCH,
-            f"the placement of {home.name} has epoch {placement.epoch}, not {plan.expected_epoch}",
+            f"the placement of {home.name} has epoch {placement.epoch}, not {plan.expected_epoch}; look at "
+            "it again and order what still makes sense",
             placement.epoch,
         )
     _check_budget(home, under_way, rules, placement.epoch)
@@ -106,11 +114,27 @@ def order_of_loop(
     )
 
 
+def _found(who: str, cluster: Cluster) -> Presence:
+    if (worker := cluster.find(who)) is None:
+        raise Denied(
+            DenialReason.NOT_FOUND, f"there is no worker {who!r}; kvmesh status lists those there are"
+        )
+    return worker
+
+
+def _check_ready(worker: Presence, placement: Placement | None) -> None:
+    if (why := why_not_ready(worker)) is not None:
+        raise Denied(*why, -1 if placement is None else placement.epoch)
+
+
 def _check_budget(home: Presence, under_way: Sequence[MoveRecord], rules: Rules, epoch: int) -> None:
-    if any(one.instance == home.incarnation for one in under_way):
-        raise Denied(DenialReason.BUSY, f"a move of {home.name} is under way", epoch)
+    for one in under_way:
+        if one.instance == home.incarnation:
+            raise Denied(DenialReason.BUSY, busy_words(one.move_id), epoch)
     if len(under_way) >= rules.max_moves:
-        raise Denied(DenialReason.BUSY, f"{len(under_way)} moves are under way, as many as may be", epoch)
+        ids = ", ".join(one.move_id for one in under_way)
+        detail = f"{len(under_way)} moves are under way ({ids}), as many as --max-moves allows; wait for one"
+        raise Denied(DenialReason.BUSY, detail, epoch)
 
 
 def _placed(placement: Placement, plan: PlanMove, home: Presence) -> Placed:
@@ -118,11 +142,8 @@ def _placed(placement: Placement, plan: PlanMove, home: Presence) -> Placed:
         raise Denied(DenialReason.INVALID, "a module goes away or comes home, not both", placement.epoch)
     placed = placement.get(plan.returned_move_id)
     if placed is None:
-        raise Denied(
-            DenialReason.NOT_FOUND,
-            f"nothing that move {plan.returned_move_id} brought away from {home.name} is away",
-            placement.epoch,
-        )
+        detail = nothing_away_words(placement, plan.returned_move_id)
+        raise Denied(DenialReason.NOT_FOUND, f"{home.name}: {detail}", placement.epoch)
     return placed
 
 
@@ -131,16 +152,15 @@ def _host_for(plan: PlanMove, home: Presence, placement: Placement, cluster: Clu
         return Denied(reason, detail, placement.epoch)
 
     if plan.module is None:
-        raise refuse("name the module that goes away, or the move that is to be undone")
-    host = cluster.find(plan.host)
-    if host is None:
-        raise refuse(f"there is no ready worker {plan.host!r}", DenialReason.NOT_FOUND)
+        raise refuse("name the module that goes away, or the move whose module is to come home")
+    host = _found(plan.host, cluster)
     if host.incarnation == home.incarnation:
-        raise refuse(f"{home.name} is the module's home already")
+        raise refuse(f"{home.name} is the module's home already; choose another worker as host")
+    _check_ready(host, placement)
     if not host.hosting_address:
-        raise refuse(f"{host.name} hosts no modules")
+        raise refuse(hosts_nothing_words(host.name))
     if host.model_fingerprint != home.model_fingerprint:
-        raise refuse(f"{host.name} runs another model than {home.name}")
+        raise refuse(other_model_words(host.name))
     if plan.with_weights and plan.module.kind is not ModuleKind.LAYERS:
         raise refuse(f"weights travel with layers only, not with {plan.module.kind.value}")
     try:

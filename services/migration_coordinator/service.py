@@ -34,11 +34,12 @@ from libs.bus.messages.migration import (
     Moves as MovesListed,
 )
 from libs.bus.messages.presence import LoadReport
-from libs.bus.port import BusError, NoResponders, Subscription
+from libs.bus.port import BusError, Subscription
 from libs.placement.phases import is_over
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
 from services.migration_coordinator.cluster import Cluster
+from services.migration_coordinator.denials import denial_of, may_have_been_done
 from services.migration_coordinator.leadership import Leadership
 from services.migration_coordinator.metrics import CoordinatorMetrics
 from services.migration_coordinator.moves import Moves
@@ -234,7 +235,7 @@ class CoordinatorService:
         try:
             answer = await self._bus.request(FlipRole(), to=worker, timeout_seconds=ORDER_TIMEOUT_SECONDS)
         except BusError as error:
-            answer = MoveDenied(reason=DenialReason.NOT_FOUND, detail=str(error))
+            answer = denial_of(error, self._cluster.name(worker))
         if isinstance(answer, MoveDenied):
             self._was_denied(answer)
         else:
@@ -245,18 +246,18 @@ class CoordinatorService:
         log.warning("move_denied", reason=denied.reason.value, detail=denied.detail)
 
     async def _start(self, order: Order) -> MoveAccepted | MoveDenied:
-        """Ask the home. Where no answer comes the move stays in the history: it may have begun, and the home
-        tells whether it has."""
+        """Ask the home. Where its answer does not come the move stays in the history: it may have begun, and
+        the home tells whether it has."""
         move_id = order.record.move_id
         try:
             answer = await self._bus.request(
                 order.start, to=order.home, timeout_seconds=ORDER_TIMEOUT_SECONDS
             )
-        except NoResponders as error:
-            answer = MoveDenied(reason=DenialReason.NOT_FOUND, detail=f"the home worker is away: {error}")
         except BusError as error:
             log.warning("order_unanswered", move_id=move_id, error=str(error))
-            return MoveAccepted(move_id=move_id, epoch=order.record.epoch)
+            if may_have_been_done(error):
+                return MoveAccepted(move_id=move_id, epoch=order.record.epoch)
+            answer = denial_of(error, self._cluster.name(order.home))
         if isinstance(answer, MoveDenied):
             self._moves.withdraw(move_id)
         return answer
@@ -268,7 +269,7 @@ class CoordinatorService:
 
     async def _abandon_one(self, record: MoveRecord) -> None:
         answer = await self._abandon(record)
-        if isinstance(answer, MoveDenied) and answer.reason is DenialReason.NOT_FOUND:
+        if isinstance(answer, MoveDenied) and answer.reason is not DenialReason.INVALID:
             self._moves.fail(record.move_id, f"abandoned: {answer.detail}", self._clock())
 
     async def _abandon(self, record: MoveRecord) -> MoveAccepted | MoveDenied:
@@ -276,7 +277,8 @@ class CoordinatorService:
         try:
             return await self._bus.request(order, to=record.instance, timeout_seconds=ORDER_TIMEOUT_SECONDS)
         except BusError as error:
-            return MoveDenied(reason=DenialReason.NOT_FOUND, detail=f"the home worker is away: {error}")
+            log.warning("abandon_unanswered", move_id=record.move_id, error=str(error))
+            return denial_of(error, self._cluster.name(record.instance))
 
     # What others ask.
 
@@ -295,11 +297,16 @@ class CoordinatorService:
     async def _cancel(self, cancel: CancelMove) -> MoveAccepted | MoveDenied:
         record = self._moves.get(cancel.move_id)
         if record is None:
-            return MoveDenied(reason=DenialReason.NOT_FOUND, detail=f"no move {cancel.move_id} is remembered")
+            detail = f"no move {cancel.move_id!r} is remembered; kvmesh migrate --list tells those that are"
+            return MoveDenied(reason=DenialReason.NOT_FOUND, detail=detail)
         if is_over(record.phase):
             detail = f"the move {cancel.move_id} is over: {record.phase.value}"
             return MoveDenied(reason=DenialReason.INVALID, detail=detail, epoch=record.epoch)
-        return await self._abandon(record)
+        answer = await self._abandon(record)
+        if isinstance(answer, MoveDenied) and answer.reason is DenialReason.NOT_FOUND:
+            detail = f"the move {cancel.move_id} has not begun at its home: there is nothing to roll back yet"
+            return MoveDenied(reason=DenialReason.INVALID, detail=detail, epoch=record.epoch)
+        return answer
 
     async def _list(self, asked: ListMoves) -> MovesListed:
         moves = self._moves.newest_first()
@@ -316,4 +323,4 @@ class CoordinatorService:
 
 
 def _not_leading() -> MoveDenied:
-    return MoveDenied(reason=DenialReason.DRAINING, detail="another coordinator leads; ask again")
+    return MoveDenied(reason=DenialReason.NOT_LEADING, detail="another coordinator leads now; ask again")

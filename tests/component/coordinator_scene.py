@@ -61,7 +61,7 @@ class ToldWorker:
         self.abandoned: list[str] = []
         self.num_flips = 0
         self.denial: MoveDenied | None = None
-        self.hangs = False
+        self.hangs = self.breaks = False
         self.forgets = False
         """Accepts moves and tells of none."""
         self._sequence = 0
@@ -120,6 +120,8 @@ class ToldWorker:
         self.started.append(start)
         if self.hangs:
             await asyncio.Event().wait()
+        if self.breaks:
+            raise RuntimeError("broken")
         if self.denial is not None:
             return self.denial
         if start.expected_epoch != self.placement.epoch:
@@ -145,6 +147,10 @@ class ToldWorker:
 
     async def _abandon(self, abandon: AbandonMove) -> MoveAccepted | MoveDenied:
         self.abandoned.append(abandon.move_id)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.breaks:
+            raise RuntimeError("broken")
         record = self.moves.get(abandon.move_id)
         if record is None or is_over(record.phase):
             return MoveDenied(reason=DenialReason.NOT_FOUND, detail="no such move is under way")

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
+import msgspec
 import pytest
 from gateway_coordinator import (
     DECODE,
@@ -21,6 +21,7 @@ from gateway_coordinator import (
     told,
 )
 from gateway_mesh import Mesh, running_gateway
+from gateway_moves import ADMIN_KEY, LAYERS, MIGRATIONS, ask, error_of, start, tell_placement
 
 from libs.bus.memory_broker import MemoryBroker
 from libs.bus.memory_bus import MemoryBus
@@ -39,9 +40,7 @@ from libs.config.errors import BadSetting
 from libs.placement.module import heads_of, lent_blocks, whole_layers
 from services.gateway.settings import GatewaySettings
 
-ADMIN_KEY, API_KEY = "adm-one", "sk-one"
-LAYERS = {"instance": "decode-0", "host": "prefill-0", "layers": [20, 30]}
-MIGRATIONS = "/v1/mesh/migrations"
+API_KEY = "sk-one"
 
 
 @pytest.fixture
@@ -61,34 +60,6 @@ async def coordinator(mesh: Mesh) -> Coordinator:
 
 def with_settings(**settings: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("mesh", [settings], indirect=True, ids=[",".join(settings)])
-
-
-async def ask(
-    mesh: Mesh, method: str, path: str, body: Any = None, key: str | None = ADMIN_KEY
-) -> httpx.Response:
-    headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
-    async with mesh.http() as http:
-        return await http.request(method, path, json=body, headers=headers)
-
-
-async def start(mesh: Mesh, **body: Any) -> httpx.Response:
-    return await ask(mesh, "POST", MIGRATIONS, body)
-
-
-def error_of(answer: httpx.Response) -> dict[str, Any]:
-    body = answer.json()
-    assert set(body) == {"error"}
-    return dict(body["error"])
-
-
-async def tell_placement(mesh: Mesh, message: Any) -> None:
-    """Once the gateway shows this epoch, it has heard all that was published before."""
-    await mesh.bus.publish(message)
-    async with mesh.http() as http:
-        while True:
-            instances = (await http.get("/v1/mesh/placement")).json()["instances"]
-            if any(i["epoch"] == message.placement.epoch for i in instances):
-                return
 
 
 async def test_a_move_is_begun_and_its_address_told(mesh: Mesh, coordinator: Coordinator) -> None:
@@ -176,44 +147,6 @@ async def test_what_makes_no_move_is_400_by_name_and_begins_nothing(
     assert coordinator.asked == []
 
 
-@pytest.mark.parametrize("param", ["instance", "host"])
-async def test_an_unknown_worker_is_404_by_name(mesh: Mesh, coordinator: Coordinator, param: str) -> None:
-    answer = await start(mesh, **{**LAYERS, param: "decode-9"})
-    assert answer.status_code == 404
-    assert error_of(answer)["param"] == param
-    assert "decode-9" in error_of(answer)["message"]
-    assert coordinator.asked == []
-
-
-DENIALS = {
-    DenialReason.STALE_EPOCH: (409, "stale_epoch", None),
-    DenialReason.BUSY: (409, "busy", None),
-    DenialReason.NO_ROOM: (409, "no_room", None),
-    DenialReason.DRAINING: (409, "draining", None),
-    DenialReason.NOT_FOUND: (404, "module_not_found", "layers"),
-    DenialReason.INVALID: (400, "invalid_move", "layers"),
-}
-
-
-@pytest.mark.parametrize("reason", DenialReason)
-async def test_the_coordinators_no_is_told_with_the_present_epoch(
-    mesh: Mesh, coordinator: Coordinator, reason: DenialReason
-) -> None:
-    await tell_placement(mesh, told(at_home()))
-    coordinator.answer = MoveDenied(reason=reason, detail="for a reason", epoch=7)
-    answer = await start(mesh, **LAYERS)
-    error = error_of(answer)
-    assert (answer.status_code, error["code"], error["param"]) == DENIALS[reason]
-    assert error["message"] == "for a reason"
-    assert error.get("epoch") == (7 if answer.status_code == 409 else None)
-
-
-async def test_an_epoch_that_nobody_knows_is_not_told(mesh: Mesh, coordinator: Coordinator) -> None:
-    await tell_placement(mesh, told(at_home()))
-    coordinator.answer = MoveDenied(reason=DenialReason.BUSY, detail="busy")
-    assert "epoch" not in error_of(await start(mesh, **LAYERS))
-
-
 async def test_without_a_coordinator_moves_are_503_and_the_placement_is_told(mesh: Mesh) -> None:
     await tell_placement(mesh, told(HEADS_AWAY))
     for method, path, body in (
@@ -234,7 +167,7 @@ async def test_without_a_coordinator_the_moves_heard_of_are_told(mesh: Mesh) -> 
     assert listed["is_from_coordinator"] is False
     assert (await ask(mesh, "GET", MIGRATIONS + "/m7")).json()["phase"] == "copying"
     missing = await ask(mesh, "GET", MIGRATIONS + "/m9")
-    assert (missing.status_code, error_of(missing)["code"]) == (404, "migration_not_found")
+    assert (missing.status_code, error_of(missing)["code"]) == (503, "no_coordinator")
 
 
 async def test_the_coordinators_history_is_told_newest_first(mesh: Mesh, coordinator: Coordinator) -> None:
@@ -261,6 +194,20 @@ async def test_a_move_is_cancelled_unless_it_is_unknown_or_has_switched(
     coordinator.answer = MoveDenied(reason=DenialReason.INVALID, detail="it has switched", epoch=3)
     late = await ask(mesh, "DELETE", MIGRATIONS + "/m1")
     assert (late.status_code, error_of(late)["epoch"]) == (409, 3)
+
+
+async def test_the_blocks_told_are_those_of_the_placement_whatever_was_reported_before_or_after(
+    mesh: Mesh,
+) -> None:
+    for reported, told_blocks, shown in ((800, 1200, 1200), (1200, 700, 700), (900, 0, 900)):
+        await mesh.decodes[0].report(WorkerLoad(num_blocks=reported, num_used_blocks=750, block_size=16))
+        placement = msgspec.structs.replace(LAYERS_AWAY, epoch=told_blocks)
+        await tell_placement(mesh, told(placement, num_blocks=told_blocks))
+        (instance,) = (await ask(mesh, "GET", "/v1/mesh/placement")).json()["instances"]
+        assert instance["epoch"] == told_blocks
+        capacity = instance["capacity"]
+        assert (capacity["num_blocks"], capacity["num_tokens"]) == (shown, 16 * shown)
+        assert capacity["num_used_blocks"] == min(750, shown)
 
 
 async def test_the_placement_names_workers_layers_heads_and_capacity(mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ from gateway_coordinator import Coordinator, seen
 
 from libs.bus.memory_broker import MemoryBroker
 from libs.bus.memory_bus import MemoryBus
-from libs.bus.messages.migration import ListMoves, Moves
+from libs.bus.messages.migration import CancelMove, ListMoves, MoveAccepted, Moves
 from libs.bus.port import (
     BusError,
     HandlerFailed,
@@ -64,11 +64,18 @@ def test_a_coordinator_that_never_answers_is_given_up_in_time(run_virtually: Vir
             await asyncio.sleep(1000)
             return Moves(moves=())
 
+        async def silent_too(_: CancelMove) -> MoveAccepted:
+            await asyncio.sleep(1000)
+            return MoveAccepted(move_id="m1", epoch=0)
+
         await answering.serve(ListMoves, silent)
+        await answering.serve(CancelMove, silent_too)
         begun = asyncio.get_running_loop().time()
-        with pytest.raises(ApiError, match="may have begun"):
+        with pytest.raises(ApiError, match="within 10 seconds; try again"):
             await ask_coordinator(asking, ListMoves())
         took = asyncio.get_running_loop().time() - begun
+        with pytest.raises(ApiError, match="may have begun"):
+            await ask_coordinator(asking, CancelMove(move_id="m1"))
         for bus in (asking, answering):
             await bus.close()
         return took

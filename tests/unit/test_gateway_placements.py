@@ -43,6 +43,7 @@ def test_what_is_told_again_is_no_news_and_a_change_is() -> None:
     assert placements.hear(told(at_home(), moves=(record(),)), 3.0)
     assert placements.hear(told(HEADS_AWAY), 4.0)
     assert placements.hear(told(HEADS_AWAY, moves=(done(),)), 5.0)
+    assert placements.hear(told(HEADS_AWAY, num_blocks=9), 5.0), "guests came and took blocks"
     heard = placements.get(DECODE)
     assert heard is not None
     assert (heard.told.placement.epoch, heard.heard) == (1, 5.0)

@@ -141,12 +141,39 @@ def test_modules_that_cannot_leave_are_invalid(module: Module) -> None:
     [
         (None, DenialReason.NOT_FOUND),
         (present(state=ServiceState.DRAINING), DenialReason.DRAINING),
+        (present(state=ServiceState.STARTING), DenialReason.NOT_READY),
         (present(hosting_address=""), DenialReason.INVALID),
         (present(model_fingerprint="other"), DenialReason.INVALID),
     ],
 )
 def test_hosts_that_cannot_host_are_refused(host: Presence | None, why: DenialReason) -> None:
     assert reason(order(whole_layers(0, 1)), host=host) is why
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"state": ServiceState.DRAINING}, "decode-1 is about to end: nothing moves to it"),
+        (
+            {"state": ServiceState.STARTING, "detail": "loading the model"},
+            r"decode-1 is not ready yet \(loading the model\); order it again when it is",
+        ),
+        ({"hosting_address": ""}, "decode-1 hosts no modules: choose another host, or start it without"),
+        ({"model_fingerprint": "other"}, "decode-1 has another model, .* choose a host that has the same"),
+    ],
+)
+def test_it_is_said_what_is_wrong_with_a_host_and_what_to_do(facts: dict[str, object], words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        placed_by(order(whole_layers(0, 1)), STANDING, present(**facts))
+
+
+def test_of_what_cannot_come_home_it_is_said_what_is_away() -> None:
+    with pytest.raises(Refused, match="'m7' brought away is away; nothing of this instance is"):
+        placed_by(order(returned_move_id="m7"), STANDING, None)
+    away = Placed(move_id="m0", module=whole_layers(1, 3), worker="host-1", num_blocks=7)
+    standing = Standing(placement=HOME.with_module(away), fingerprint="same")
+    with pytest.raises(Refused, match="what is away was brought there by m0"):
+        placed_by(order(returned_move_id="m7", expected_epoch=1), standing, None)
 
 
 def test_nothing_moves_to_its_own_home() -> None:

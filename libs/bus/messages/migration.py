@@ -92,10 +92,21 @@ class DenialReason(Enum):
     """This instance, or the coordinator's budget, has a move under way."""
     NO_ROOM = "no_room"
     DRAINING = "draining"
+    """A worker that it needs is about to end."""
+    NOT_READY = "not_ready"
+    """A worker that it needs is still starting, or has not told its placement yet."""
+    NOT_LEADING = "not_leading"
+    """Another coordinator leads."""
+    UNREACHABLE = "unreachable"
+    """Nobody is there to ask, or the broker is away."""
+    NO_ANSWER = "no_answer"
+    """Asked, and no answer came in time: it may have been done."""
+    FAILED = "failed"
+    """The worker could not answer; it has logged why."""
 
 
 class MoveDenied(msgspec.Struct, frozen=True, kw_only=True, tag="denied"):
-    """Nothing was begun. `epoch` is the placement's now, where it is known."""
+    """Nothing was begun, as far as is known. `epoch` is the placement's now, where it is known."""
 
     reason: DenialReason
     detail: str
@@ -154,6 +165,8 @@ class PlacementTold(Message, frozen=True, kw_only=True, tag="placement_told"):
     subject: ClassVar[str] = "kvmesh.placement.told"
     placement: Placement
     """Of its own instance; `home` is the worker."""
+    num_blocks: int = 0
+    """Of the instance's KV pool under this placement; 0: not told."""
     hosted: tuple[Hosted, ...] = ()
     moves: tuple[MoveRecord, ...] = ()
     """Under way, and the last that ended."""

@@ -22,7 +22,7 @@ from libs.bus.messages.migration import (
     StartMove,
 )
 from libs.bus.port import Subscription
-from libs.engine.errors import EngineClosed
+from libs.engine.errors import EngineClosed, EngineError
 from libs.engine.hosting.port import HostLost
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import is_over
@@ -71,6 +71,8 @@ class Mover:
         self._fingerprint, self._slot_bytes, self._max_model_len = fingerprint, slot_bytes, max_model_len
         self._telling = Telling(runtime.bus, self._told)
         self._records: OrderedDict[str, MoveRecord] = OrderedDict()
+        self._counted = home.placement, home.num_total_blocks
+        """The last placement of which it is known how many blocks the pool has under it."""
         self._move: Move | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -144,7 +146,7 @@ class Mover:
         move = self._move
         if move is None or move.record.move_id != order.move_id or not move.abandon("it was cancelled"):
             phase = self._records[order.move_id].phase.value
-            detail = f"move {order.move_id!r} is {phase}, which cannot be rolled back"
+            detail = f"move {order.move_id!r} is {phase}: it cannot be rolled back any more"
             return MoveDenied(reason=DenialReason.INVALID, detail=detail, epoch=epoch)
         return MoveAccepted(move_id=order.move_id, epoch=epoch)
 
@@ -153,8 +155,20 @@ class Mover:
         if lost:
             log.warning("host_lost", reason=lost, epoch=placement.epoch)
             self._metrics.hosts_lost.inc()
-        self._telling.changed()
+        self._runtime.spawn("count-blocks", self._count_when_changed())
         self._drop_unused()
+
+    async def _count_when_changed(self) -> None:
+        """The engine's thread is still at what changed the placement, and its figures are from before: they
+        are of this placement once it has taken the next order, be it to cancel nothing."""
+        with suppress(EngineError):  # it ends, or is overrun; the placement has to be told all the same
+            await self._home.cancel_move("")
+        self._count_blocks()
+
+    def _count_blocks(self) -> None:
+        """The engine's figures are of the placement that it has."""
+        self._counted = self._home.placement, self._home.num_total_blocks
+        self._telling.changed()
 
     def hosting_changed(self) -> None:
         """A module of another instance came here or left."""
@@ -292,6 +306,8 @@ class Mover:
         )
 
     def _changed(self, record: MoveRecord) -> None:
+        if record.phase is MovePhase.RELEASING:  # it has switched, and the engine has said so
+            self._count_blocks()
         self._records[record.move_id] = record
         while len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
@@ -303,11 +319,17 @@ class Mover:
         records = list(self._records.values())
         under_way = [one for one in records if not is_over(one.phase)]
         ended = [one for one in records if is_over(one.phase)][-_NUM_TOLD:]
-        placement = self._home.placement
+        is_switching = self._move is not None and self._move.record.phase is MovePhase.SWITCHING
+        is_counted = self._counted[0].epoch == self._home.placement.epoch
+        if is_counted and not is_switching:  # guests take and give back blocks, too
+            self._counted = self._home.placement, self._home.num_total_blocks
+        placement, num_blocks = self._counted
         if self._has_let_go:  # hosts tell that they have nothing of it
             for worker in {one.worker for one in placement.placed}:
                 placement = placement.without_worker(worker)
-        return PlacementTold(placement=placement, hosted=self._hosted(), moves=(*under_way, *ended))
+        return PlacementTold(
+            placement=placement, num_blocks=num_blocks, hosted=self._hosted(), moves=(*under_way, *ended)
+        )
 
     def _drop_unused(self) -> None:
         """Links to hosts where nothing of this instance is, or is about to be."""

@@ -40,13 +40,16 @@ def placed_by(order: StartMove, standing: Standing, host: Presence | None) -> Pl
     if standing.is_draining:
         raise refused(DenialReason.DRAINING, "this instance is about to end; nothing of it moves any more")
     if order.expected_epoch != placement.epoch:
-        detail = f"the placement is at epoch {placement.epoch}, not {order.expected_epoch}; look again"
+        detail = (
+            f"the placement is at epoch {placement.epoch}, not {order.expected_epoch}; look at it again and "
+            "order what still makes sense"
+        )
         raise refused(DenialReason.STALE_EPOCH, detail)
     if standing.busy_with:
-        raise refused(DenialReason.BUSY, f"move {standing.busy_with} is under way; one at a time")
+        raise refused(DenialReason.BUSY, busy_words(standing.busy_with))
     if order.module is None:
         if (placed := placement.get(order.returned_move_id)) is None:
-            detail = f"no module that move {order.returned_move_id!r} brought away is away"
+            detail = nothing_away_words(placement, order.returned_move_id)
             raise refused(DenialReason.NOT_FOUND, detail)
         return placed
     try:
@@ -68,12 +71,48 @@ def _why_no_host(worker: str, standing: Standing, host: Presence | None) -> tupl
     if worker == standing.placement.home:
         return DenialReason.INVALID, "a module cannot move to the worker that is its home"
     if host is None:
-        return DenialReason.NOT_FOUND, f"this worker knows no worker {worker!r}"
-    if host.state is not ServiceState.READY:
-        return DenialReason.DRAINING, f"{host.name} is {host.state.value}"
+        return DenialReason.NOT_FOUND, f"the home knows no worker {worker!r}; it may have left just now"
+    if (why := why_not_ready(host)) is not None:
+        return why
     if not host.hosting_address:
-        return DenialReason.INVALID, f"{host.name} hosts no modules; start it with --hosting"
+        return DenialReason.INVALID, hosts_nothing_words(host.name)
     if host.model_fingerprint != standing.fingerprint:
-        detail = f"{host.name} serves another model or block size: {host.model_fingerprint}"
-        return DenialReason.INVALID, detail
+        return DenialReason.INVALID, other_model_words(host.name)
     return None
+
+
+def why_not_ready(worker: Presence) -> tuple[DenialReason, str] | None:
+    """Why a worker that is there takes no part in a move, if it takes none."""
+    busy_with = f" ({worker.detail})" if worker.detail else ""
+    match worker.state:
+        case ServiceState.READY:
+            return None
+        case ServiceState.DRAINING:
+            detail = f"{worker.name} is about to end{busy_with}: nothing moves to it or from it any more"
+            return DenialReason.DRAINING, detail
+        case ServiceState.STARTING:
+            detail = f"{worker.name} is not ready yet{busy_with}; order it again when it is"
+            return DenialReason.NOT_READY, detail
+
+
+def busy_words(move_id: str) -> str:
+    """Of an instance that has a move under way."""
+    return f"move {move_id} of this instance is under way, and there is one at a time; wait or cancel it"
+
+
+def nothing_away_words(placement: Placement, move_id: str) -> str:
+    """Of a module that is to come home and is not away."""
+    away = ", ".join(placed.move_id for placed in placement.placed)
+    return f"no module that move {move_id!r} brought away is away; " + (
+        f"what is away was brought there by {away}" if away else "nothing of this instance is"
+    )
+
+
+def hosts_nothing_words(name: str) -> str:
+    """Of a worker that was told to host nothing."""
+    return f"{name} hosts no modules: choose another host, or start it without --no-hosting"
+
+
+def other_model_words(name: str) -> str:
+    """Of a worker whose model or blocks are not the home's."""
+    return f"{name} has another model, dtype or block size than the home; choose a host that has the same"
