@@ -192,7 +192,8 @@ class Moves:
             try:
                 self._arrangement.resize(num_blocks)
             except NoRoom as refusal:
-                raise MoveRefused(str(refusal)) from refusal
+                hint = "wait until fewer run, or order it with more blocks"
+                raise MoveRefused(f"{refusal}, as many as the host has for it; {hint}") from refusal
         self._arrangement.max_blocks = num_blocks
         self._has_limited = True
 
@@ -216,7 +217,10 @@ class Moves:
         if placed.has_weights_at_home:
             return
         if self._hosted.own_layers_in_use.intersection(placed.module.layers):
-            raise MoveRefused("other instances' modules run with these weights here; they cannot leave")
+            raise MoveRefused(
+                "other instances' modules run with these weights here, so they cannot leave; order it as "
+                "offload, or let those modules go home first"
+            )
 
     def _get(self, move_id: str) -> _Move:
         if self._move is None or self._move.placed.move_id != move_id:

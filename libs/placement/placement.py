@@ -124,14 +124,19 @@ def all_home(home: str, num_layers: int, num_kv_heads: int) -> Placement:
 
 def check_module(placement: Placement, module: Module) -> None:
     """Raises BadPlacement where the instance has no such module, or a part of it is away already."""
-    layers = f"layers {module.first_layer} to {module.end_layer - 1}"
+    layers = f"layers [{module.first_layer}, {module.end_layer}]"
     if not 0 <= module.first_layer < module.end_layer <= placement.num_layers:
-        raise BadPlacement(f"{layers} are no run of the {placement.num_layers} layers that the model has")
+        raise BadPlacement(
+            f"{layers} are no run of the {placement.num_layers} layers that the model has: name the first, "
+            f"from 0, and the end, which is not among them, up to {placement.num_layers}"
+        )
     heads = module.kv_heads
     if module.kind is ModuleKind.HEADS:
         is_rising = list(heads) == sorted(set(heads))
         if not heads or not is_rising or heads[0] < 0 or heads[-1] >= placement.num_kv_heads:
-            raise BadPlacement(f"KV heads {list(heads)} are none of 0 to {placement.num_kv_heads - 1}")
+            raise BadPlacement(
+                f"KV heads {list(heads)} are none of 0 to {placement.num_kv_heads - 1}; name some of these"
+            )
         if len(heads) == placement.num_kv_heads:
             raise BadPlacement("all KV heads of a layer cannot leave it; move whole layers instead")
     elif heads:
@@ -141,22 +146,38 @@ def check_module(placement: Placement, module: Module) -> None:
         and module.kind is not placement.placed[0].module.kind
         and (ModuleKind.TOKENS in (module.kind, placement.placed[0].module.kind))
     ):
-        raise BadPlacement("lent blocks and other modules do not mix; bring home what is away first")
+        raise BadPlacement(f"lent blocks and other modules do not mix; {_bring_home(placement.placed)}")
     if module.kind is ModuleKind.TOKENS:
         if placement.placed:
-            raise BadPlacement("one worker lends blocks already; bring them home first")
+            raise BadPlacement(f"one worker lends blocks already; {_bring_home(placement.placed)}")
         if len(module.layers) != placement.num_layers:
             raise BadPlacement(f"lent blocks have all {placement.num_layers} layers, not {layers}")
         return
     taken = set(placement.resident_slots())
     if lacking := [slot for slot in module.slots(placement.num_kv_heads) if slot not in taken]:
-        raise BadPlacement(
-            f"layer {lacking[0][0]} has KV head {lacking[0][1]} away already; bring it home first"
-        )
+        raise BadPlacement(_away_words(placement, *lacking[0]))
     num_away = sum(placement.runner_of(layer) is not None for layer in range(placement.num_layers))
     if module.kind is ModuleKind.LAYERS and len(module.layers) + num_away == placement.num_layers:
-        raise BadPlacement("all layers cannot leave: the home keeps at least one")
+        raise BadPlacement(
+            f"{layers} cannot leave: all {placement.num_layers} layers would be away, and the home keeps at "
+            "least one; name fewer"
+        )
     _check_heads_left(placement, module)
+
+
+def _away_words(placement: Placement, layer: int, head: int) -> str:
+    """Of a layer and a KV head that are not at home."""
+    if (placed := placement.runner_of(layer)) is not None:
+        first, last = placed.module.first_layer, placed.module.end_layer - 1
+        run = f"layer {layer}" if first == last else f"layer {layer}, with layers {first} to {last},"
+        return f"{run} is away already; {_bring_home((placed,))}"
+    holders = tuple(one for one in placement.heads_away(layer) if head in one.module.kv_heads)
+    return f"KV head {head} of layer {layer} is away already; {_bring_home(holders)}"
+
+
+def _bring_home(placed: tuple[Placed, ...]) -> str:
+    moves = ", ".join(one.move_id for one in placed)
+    return f"first bring home what move{'s' * (len(placed) > 1)} {moves} brought away (return_of, --return)"
 
 
 def _check_heads_left(placement: Placement, module: Module) -> None:
@@ -164,6 +185,9 @@ def _check_heads_left(placement: Placement, module: Module) -> None:
     if module.kind is not ModuleKind.HEADS:
         return
     for layer in module.layers:
-        num_away = sum(len(one.module.kv_heads) for one in placement.heads_away(layer))
-        if num_away + len(module.kv_heads) >= placement.num_kv_heads:
-            raise BadPlacement(f"layer {layer} would keep no KV head at home; move the layer instead")
+        away = tuple(placement.heads_away(layer))
+        if sum(len(one.module.kv_heads) for one in away) + len(module.kv_heads) >= placement.num_kv_heads:
+            raise BadPlacement(
+                f"layer {layer} would keep no KV head at home; name fewer heads, or, to move it whole, "
+                f"{_bring_home(away)}"
+            )

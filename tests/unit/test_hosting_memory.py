@@ -68,12 +68,25 @@ def test_a_guest_that_needs_more_than_can_be_spared_changes_nothing() -> None:
     host = HostScene(MODEL, num_blocks=100)
     host.owner.min_blocks = 60
     with pytest.raises(
-        NoRoom, match=r"80 blocks of .* 81 are asked for; own sequences need 60 .* raise its KV memory"
+        NoRoom, match=r"80 blocks of .* 81 are asked for; its own sequences need 60 .* or more KV memory"
     ):
         open_at(host, whole_layers(0, 2), 200, least=81)
     assert (host.pool.num_blocks, host.pool.num_given_up_bytes) == (100, 0)
     with pytest.raises(NoRoom):
         open_at(host, whole_layers(0, 1), 1, weight_bytes=41 * OWN_SLOTS * SLOT_BYTES)
+
+
+def test_where_nothing_is_free_it_is_said_what_holds_the_memory_and_what_to_do() -> None:
+    host = HostScene(MODEL, num_blocks=100)
+    host.owner.held = set(range(90))
+    open_at(host, whole_layers(0, 1), 40)
+    num_bytes = host.modules.num_bytes
+    with pytest.raises(
+        NoRoom,
+        match=rf"^0 blocks .* need 90 of its 90 blocks .* modules of others have {num_bytes} bytes there: "
+        "wait until fewer sequences run there, bring home what it hosts, choose another",
+    ):
+        open_at(host, whole_layers(1, 2), 1)
 
 
 def test_a_closed_module_is_gone_and_the_others_of_its_home_stay() -> None:

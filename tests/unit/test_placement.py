@@ -57,14 +57,30 @@ def test_all_modules_of_a_lost_worker_are_home_at_once() -> None:
         (heads_of(0, 1, ()), "none of 0 to 2"),
         (heads_of(0, 1, (3,)), "none of 0 to 2"),
         (heads_of(0, 1, (0, 1, 2)), "move whole layers"),
-        (heads_of(1, 3, (0,)), "bring it home first"),
-        (heads_of(2, 4, (0, 1)), "keep no KV head"),
+        (heads_of(1, 3, (0,)), "layer 1 is away already; first bring home what move m brought away"),
+        (whole_layers(0, 2), "layer 1 is away already; first bring home what move m brought away"),
+        (heads_of(2, 4, (0, 2)), "KV head 2 of layer 2 is away already; first bring home what move n"),
+        (heads_of(2, 4, (0, 1)), "layer 2 would keep no KV head .* what move n brought away"),
     ],
 )
 def test_a_module_that_cannot_leave_is_refused_by_name(module: Module, words: str) -> None:
     away = HOME.with_module(placed("m", whole_layers(1, 2))).with_module(placed("n", heads_of(2, 4, (2,))))
     with pytest.raises(BadPlacement, match=words):
         away.with_module(placed("new", module))
+
+
+def test_of_a_run_that_is_away_it_is_said_which_layers_left_together() -> None:
+    away = HOME.with_module(placed("m", whole_layers(0, 3)))
+    for module in (whole_layers(1, 2), heads_of(2, 4, (1,))):
+        with pytest.raises(BadPlacement, match=r"layer [12], with layers 0 to 2, is away .* move m brought"):
+            away.with_module(placed("new", module))
+
+
+def test_all_moves_are_named_that_have_to_be_undone_first() -> None:
+    away = HOME.with_module(placed("m", heads_of(0, 1, (0,)))).with_module(placed("n", heads_of(0, 1, (1,))))
+    for module in (heads_of(0, 1, (2,)), lent_blocks(4)):
+        with pytest.raises(BadPlacement, match="first bring home what moves m, n brought away"):
+            away.with_module(placed("new", module))
 
 
 def test_a_placement_travels() -> None:
@@ -78,7 +94,7 @@ def test_a_home_keeps_a_layer() -> None:
     with pytest.raises(BadPlacement, match="keeps at least one"):
         HOME.with_module(placed("m", whole_layers(0, 4)))
     moved = HOME.with_module(placed("m", whole_layers(0, 2)))
-    with pytest.raises(BadPlacement, match="keeps at least one"):
+    with pytest.raises(BadPlacement, match=r"layers \[2, 4\] .* all 4 layers .* at least one; name fewer"):
         moved.with_module(placed("n", whole_layers(2, 4)))
 
 

@@ -249,12 +249,19 @@ class HostedModules:
 
         granted = bisect_left(range(1, wanted + 1), True, key=is_too_much)
         if granted < max(1, least):
+            weights = f" beside {weight_bytes} bytes of weights" if weight_bytes else ""
             raise NoRoom(
-                f"{granted} blocks of {block_bytes} bytes are free beside {weight_bytes} bytes of weights, "
-                f"{max(1, least)} are asked for; own sequences need {own_least} blocks of "
-                f"{self._pool.num_blocks}: lower --max-model-len of this host or raise its KV memory"
+                f"{granted} blocks of {block_bytes} bytes are free at the host{weights}, {max(1, least)} are "
+                f"asked for; {self._held_words(own_least)}: wait until fewer sequences run there, bring home "
+                "what it hosts, choose another, or start it with a lower --max-model-len or more KV memory"
             )
         return granted
+
+    def _held_words(self, own_least: int) -> str:
+        """What this worker's memory is needed for."""
+        own = f"its own sequences need {own_least} of its {self._pool.num_blocks} blocks"
+        others = f", and modules of others have {self.num_bytes} bytes there" if self._hosted else ""
+        return f"{own} (those that run now, and room for one of full length){others}"
 
     def _take(self, num_bytes: int) -> Region:
         left = self._pool.capacity(self._pool.layout, num_given_up_bytes=num_bytes)

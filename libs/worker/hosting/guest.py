@@ -252,9 +252,12 @@ class Guest:
 
     def _why_refused(self, head: Open) -> str | None:
         if self._is_leaving():
-            return "the host is about to end"
+            return "the host is about to end; choose another"
         if head.fingerprint != self._fingerprint:
-            return f"the host's model is {self._fingerprint}, the home's {head.fingerprint}"
+            return (
+                f"the host's model or block size is another ({self._fingerprint}) than the home's "
+                f"({head.fingerprint}); choose a host that has the same"
+            )
         return None
 
     def _take_weights(

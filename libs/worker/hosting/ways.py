@@ -108,7 +108,7 @@ class Away:
         except NoRoom as refusal:
             if placed.num_blocks:
                 raise
-            hint = f"or order it with a number of blocks that is enough; the home has {home.num_total_blocks}"
+            hint = f"the home has {home.num_total_blocks}: order it with --blocks (num_blocks) if fewer do"
             raise NoRoom(f"{refusal}; {hint}") from refusal
         self._placed = replace(placed, num_blocks=num_blocks)
 
