@@ -14,13 +14,14 @@ from services.cli.arguments import BadCommand, move_asked, new_parser
 from services.cli.chat import answer_once, converse, opening
 from services.cli.explain import show_explanation
 from services.cli.gateway import ChatRequest, Gateway, GatewayError
+from services.cli.interruption import exit_code_of, terminable
 from services.cli.migrate import show_moves, start_move
 from services.cli.placement import show_placement
 from services.cli.status import show_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 for an error of the mesh, 2 for a bad command line."""
+    """Returns the exit code: 0, 1 for an error of the mesh, 2 for a bad command, 130 and 143 by signals."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["up"]:
         os.execv(sys.executable, [sys.executable, "-m", "services.up", *words[1:]])
@@ -31,15 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     admin_key = find_admin_key(options.admin_key, options.url, os.environ) if "admin_key" in options else ""
     gateway = Gateway(options.url, options.api_key, admin_key=admin_key)
     try:
-        _run(gateway, options)
+        with terminable():
+            _run(gateway, options)
     except BadCommand as error:
         print(f"kvmesh: {error}", file=sys.stderr)
         return 2
     except GatewayError as error:
         print(f"kvmesh: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return exit_code_of(interrupt)
     except BrokenPipeError:  # `kvmesh chat ... | head`: the reader has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -22,7 +22,11 @@ class MoveFailed(GatewayError):
 
 def start_move(gateway: Gateway, asked: dict[str, Any], *, waits: bool, as_json: bool, out: TextIO) -> None:
     """Begin a move and, where `waits`, follow it to its end. Raises GatewayError, MoveFailed."""
-    accepted = gateway.start_migration(asked)
+    try:
+        accepted = gateway.start_migration(asked)
+    except KeyboardInterrupt:
+        print("the move may have begun; kvmesh migrate --list tells", file=sys.stderr)
+        raise
     if not waits:
         said = json.dumps(accepted) if as_json else f"move {accepted['id']} begins; kvmesh migrate --list"
         out.write(said + "\n")
@@ -30,12 +34,21 @@ def start_move(gateway: Gateway, asked: dict[str, Any], *, waits: bool, as_json:
     try:
         record = follow_move(gateway, accepted["id"], out=None if as_json else out)
     except KeyboardInterrupt:
-        print(f"it goes on; kvmesh migrate --cancel {accepted['id']} rolls it back", file=sys.stderr)
+        print(_goes_on_words(accepted["id"]), file=sys.stderr)
         raise
+    except GatewayError as error:
+        raise GatewayError(f"{error}; {_goes_on_words(accepted['id'])}") from error
     if as_json:
         out.write(json.dumps(record, ensure_ascii=False) + "\n")
     if record["phase"] == "failed":
         raise MoveFailed(f"move {record['id']} failed: {record['error'] or 'nobody said why'}")
+
+
+def _goes_on_words(move_id: str) -> str:
+    return (
+        f"move {move_id} goes on without this command: kvmesh migrate --list tells how far it is, and "
+        f"kvmesh migrate --cancel {move_id} rolls it back until it has switched"
+    )
 
 
 def follow_move(

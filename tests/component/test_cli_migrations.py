@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +152,29 @@ async def test_a_move_that_fails_says_why_in_one_line(
     assert code == 1
     assert err == "kvmesh: move m1 failed: prefill-0 has no room\n"
     assert "done" not in out
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
+)
+async def test_who_stops_waiting_is_told_what_goes_on_and_how_to_cancel_it(
+    coordinator: Coordinator, number: signal.Signals, code: int
+) -> None:
+    coordinator.moves = [record(host_name="prefill-0", instance_name="decode-0")]
+    words = ("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
+    command = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.cli", *words, stdout=PIPE, stderr=PIPE
+    )
+    assert command.stdout is not None
+    async with asyncio.timeout(30):
+        assert (await command.stdout.readline()).startswith(b"move m1: layers 20-29 of decode-0")
+        command.send_signal(number)
+        _, said = await command.communicate()
+    assert command.returncode == code
+    (line,) = said.decode().splitlines()
+    assert line.startswith("move m1 goes on without this command")
+    assert "kvmesh migrate --cancel m1" in line
+    assert not any(isinstance(asked, CancelMove) for asked in coordinator.asked)
 
 
 async def test_a_refusal_is_one_line(coordinator: Coordinator, kvmesh: Callable[..., Any]) -> None:

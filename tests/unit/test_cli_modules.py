@@ -15,6 +15,7 @@ from libs.bus.messages.migration import MovePhase, Rounds
 from services.cli.admin_key import find_admin_key
 from services.cli.arguments import BadCommand, move_asked, new_parser
 from services.cli.explain import show_explanation
+from services.cli.gateway import GatewayError
 from services.cli.letters import Letters
 from services.cli.migrate import follow_move, progress_words, start_move
 from services.cli.placement import show_placement
@@ -275,4 +276,32 @@ def test_who_stops_waiting_is_told_that_the_move_goes_on(capsys: pytest.CaptureF
 
     with pytest.raises(KeyboardInterrupt):
         start_move(Interrupted(), {}, waits=True, as_json=False, out=io.StringIO())  # type: ignore[arg-type]  # a part
-    assert capsys.readouterr().err == "it goes on; kvmesh migrate --cancel m1 rolls it back\n"
+    said = capsys.readouterr().err
+    assert said.startswith("move m1 goes on without this command: ")
+    assert "kvmesh migrate --cancel m1 rolls it back until it has switched" in said
+    assert said.count("\n") == 1
+
+
+def test_who_stops_before_the_answer_is_told_that_the_move_may_have_begun(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Interrupted(Course):
+        def start_migration(self, asked: dict[str, Any]) -> dict[str, Any]:
+            raise KeyboardInterrupt
+
+    for waits in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            start_move(Interrupted(), {}, waits=waits, as_json=False, out=io.StringIO())  # type: ignore[arg-type]  # a part
+        assert capsys.readouterr().err == "the move may have begun; kvmesh migrate --list tells\n"
+
+
+def test_a_gateway_that_is_lost_while_waiting_does_not_end_the_move() -> None:
+    class Lost(Course):
+        def start_migration(self, asked: dict[str, Any]) -> dict[str, Any]:
+            return {"id": "m1", "epoch": len(asked)}
+
+        def migration(self, move_id: str) -> dict[str, Any]:
+            raise GatewayError("no gateway")
+
+    with pytest.raises(GatewayError, match=r"^no gateway; move m1 goes on without this command"):
+        start_move(Lost(), {}, waits=True, as_json=False, out=io.StringIO())  # type: ignore[arg-type]  # a part
