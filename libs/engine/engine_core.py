@@ -236,7 +236,7 @@ class EngineCore:
                 self._has_just_loaded = self._step_loading(output)
                 output.is_idle = not self._has_just_loaded
         if lost := self.moves.take_lost():
-            self.lose_host(lost.worker, str(lost))
+            self.lose_host(lost.worker, lost.why)
         output.failed += self._failed
         self._failed = []
         output.stored, output.removed = self.ledger.allocator.take_changes()
@@ -306,7 +306,7 @@ class EngineCore:
             _log.warning("engine_lost_host", worker=lost.worker, reason=str(lost))
             if not any(placed.worker == lost.worker for placed in self.placement.placed):
                 output.failed += self._fail_live(sequences, FailureReason.PEER_LOST, str(lost))
-            self.lose_host(lost.worker, str(lost), cut)
+            self.lose_host(lost.worker, lost.why, cut)
         except Exception as error:  # noqa: BLE001 - the boundary of a step
             _log.exception("engine_step_failed", num_sequences=len(sequences))
             detail = f"{type(error).__name__}: {error}"
@@ -318,7 +318,7 @@ class EngineCore:
         try:
             yield
         except HostLost as lost:
-            self.lose_host(lost.worker, str(lost))
+            self.lose_host(lost.worker, lost.why)
             raise
 
     def _fail_live(

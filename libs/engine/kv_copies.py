@@ -90,7 +90,9 @@ class KvAway:
         if not len(blocks):
             return 0
         kv = _slots_of(self._pool, blocks, self._slots)
-        self._hosts.call(self._placed.worker, WriteBlocks(self._placed.move_id, None, blocks, kv))
+        answer = self._hosts.call(self._placed.worker, WriteBlocks(self._placed.move_id, None, blocks, kv))
+        if answer.is_done:
+            answer.result()  # of a host that is known to be lost: nothing is to be switched to it
         self.num_bytes += kv.nbytes
         return kv.nbytes
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from libs.engine.home import Home
+from libs.engine.hosting.port import HostLost
 from libs.engine.outputs import SequenceFailed
 from libs.engine.sequence import Sequence, SequenceState
 from libs.engine.travelled_weights import restored
@@ -22,8 +23,9 @@ def lose_host(home: Home, worker: str, why: str, cut: Collection[Sequence]) -> l
     if not lost:
         return []
     model = restored(home.runner.model, lost)
+    detail = str(HostLost(worker, why))
     failing = [one for one in home.ledger.sequences.values() if one in cut or _awaits_kv(one)]
-    failed = [home.ledger.fail(one, FailureReason.PEER_LOST, why) for one in failing]
+    failed = [home.ledger.fail(one, FailureReason.PEER_LOST, detail) for one in failing]
     home.ledger.preempt_all()
     home.ledger.allocator.forget_cached()
     home.loading.forget_ended()
@@ -31,7 +33,7 @@ def lose_host(home: Home, worker: str, why: str, cut: Collection[Sequence]) -> l
     dropped = sum(home.weights.num_bytes(one.move_id) for one in lost)
     if not home.arrangement.can_change(home.arrangement.num_blocks_of(placement, num_dropped_bytes=dropped)):
         reserved = [one for one in home.ledger.sequences.values() if not one.is_begun]
-        failed += [home.ledger.fail(one, FailureReason.PEER_LOST, why) for one in reserved]
+        failed += [home.ledger.fail(one, FailureReason.PEER_LOST, detail) for one in reserved]
     home.arrangement.change(placement, model, num_dropped_bytes=dropped)
     for one in lost:
         home.weights.came_back(one.move_id)

@@ -55,6 +55,8 @@ class Moves:
         self._move: _Move | None = None
         self._lost: HostLost | None = None
         """Found in the middle of a step."""
+        self._went: tuple[frozenset[str], str] = frozenset(), ""
+        """The moves that ended, or were undone, with the host that was lost last, and why it was."""
         self._has_limited = False
         home.arrangement.on_moved = self._rename
 
@@ -85,7 +87,9 @@ class Moves:
         placement = self._arrangement.placement
         placed = placement.get(move_id)
         if placed is None:
-            raise MoveRefused(f"no module that move {move_id} brought away is away")
+            raise MoveRefused(
+                self._why_gone(move_id) or f"no module that move {move_id} brought away is away"
+            )
         if placed.has_weights_at_home == (model_after is not None):
             raise MoveRefused("a model with the layers is needed exactly where their weights travelled")
         if placed.module.kind is not ModuleKind.TOKENS:
@@ -160,8 +164,12 @@ class Moves:
 
     def lose(self, worker: str, why: str, cut: Collection[Sequence]) -> list[SequenceFailed]:
         """See `Engine.lose_host`. A move to or from this worker is over; another one goes on."""
+        gone = [one.move_id for one in self._arrangement.placement.placed if one.worker == worker]
         if self._move is not None and self._move.placed.worker == worker:
+            gone.append(self._move.placed.move_id)
             self._end()
+        if gone:
+            self._went = frozenset(gone), why
         failed = lose_host(self._home, worker, why, cut)
         self._keep_hosts()
         self._hosted.model = self._home.runner.model
@@ -224,8 +232,13 @@ class Moves:
 
     def _get(self, move_id: str) -> _Move:
         if self._move is None or self._move.placed.move_id != move_id:
-            raise MoveRefused(f"move {move_id} is not under way")
+            raise MoveRefused(self._why_gone(move_id) or f"move {move_id} is not under way")
         return self._move
+
+    def _why_gone(self, move_id: str) -> str:
+        """For who asks for a move that ended before it was told so; empty where no lost host ended it."""
+        moves, why = self._went
+        return f"its host was lost: {why}" if move_id in moves else ""
 
     def _check_free(self) -> None:
         if self._move is not None:

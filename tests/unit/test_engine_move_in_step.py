@@ -131,7 +131,7 @@ def test_a_host_lost_between_two_layers_is_dealt_with_when_the_step_is_over() ->
     assert seen == [(1, True)] * 3  # nothing comes after the last layer of a step that wants no logits
     assert mesh.home.placement.placed == ()
     gap.act = None
-    with pytest.raises(MoveRefused, match="not under way"):
+    with pytest.raises(MoveRefused, match="its host was lost"):
         mesh.home.move(lambda moves: moves.copy_some("m", 1))
     drain(mesh.home, told=told)
     assert told.failed == {}

@@ -19,7 +19,7 @@ from engine_moves import (
 
 from libs.engine.engine_core import EngineCore
 from libs.engine.errors import MoveRefused
-from libs.engine.hosting.calls import HostedCall, Settle
+from libs.engine.hosting.calls import HostedCall, WriteBlocks
 from libs.engine.hosting.port import Answer, Host
 from libs.engine.not_yet import NotYet
 from libs.engine.outputs import LayerOutput, TokenOutput
@@ -137,7 +137,7 @@ def test_kv_that_is_written_while_a_module_moves_moves_too(module: Module, expec
 
 
 class Interrupted:
-    """A host during whose settling KV comes to the home from outside, as it does between threads."""
+    """A host that takes blocks while KV comes to the home from outside, as it does between threads."""
 
     def __init__(self, host: Host, comes: Callable[[], None]) -> None:
         self._host, self._comes = host, comes
@@ -145,7 +145,7 @@ class Interrupted:
 
     def call(self, call: HostedCall) -> Answer:
         answer = self._host.call(call)
-        if isinstance(call, Settle):
+        if isinstance(call, WriteBlocks):
             self._comes()
             self._comes = lambda: None
         return answer

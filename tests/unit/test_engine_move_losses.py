@@ -154,8 +154,10 @@ def test_a_move_whose_host_is_lost_is_over_and_costs_nothing() -> None:
     mesh.fuses["host"] = 0
     with pytest.raises(HostLost):
         mesh.switch("m")
-    with pytest.raises(MoveRefused, match="not under way"):
+    with pytest.raises(MoveRefused, match=r"^its host was lost: "):
         mesh.switch("m")
+    with pytest.raises(MoveRefused, match="not under way"):
+        mesh.switch("another")
     assert mesh.home.placement.epoch == 0
     preempted = [one for one in mesh.home.ledger.by_age if not one.blocks]
     assert preempted == []
@@ -163,6 +165,14 @@ def test_a_move_whose_host_is_lost_is_over_and_costs_nothing() -> None:
     assert {name: ids[-20:] for name, ids in told.tokens.items()} == {
         name: ids[-20:] for name, ids in unmoved(*range(6)).items()
     }
+
+
+def test_who_wants_back_what_went_with_a_lost_host_hears_why_it_is_home() -> None:
+    mesh = Mesh(core_of(model_of("gqa")))
+    mesh.away(whole_layers(0, 1), "m")
+    mesh.home.lose_host("host", "it left the mesh")
+    with pytest.raises(MoveRefused, match=r"^its host was lost: it left the mesh$"):
+        mesh.begin_return("m")
 
 
 def test_a_home_that_hosts_others_has_room_for_everything_that_comes_home() -> None:

@@ -19,7 +19,7 @@ class HostLost(EngineError):
 
     def __init__(self, worker: str, why: str) -> None:
         super().__init__(f"the host {worker} of some modules was lost: {why}")
-        self.worker = worker
+        self.worker, self.why = worker, why
 
 
 class Answer:
