@@ -63,8 +63,8 @@ def _as_api_error(error: BusError, *, changes: bool) -> ApiError:
                 "or try again if one has just left"
             )
         case NotConnected():
-            may_be = "; what was asked for may have begun all the same" if changes else ""
-            return _unavailable(f"{error}; try again when it is back{may_be}")
+            look = "; look at GET /v1/mesh/migrations first: it may have begun" if changes else ""
+            return _unavailable(f"{error}; try again when the broker is back{look}")
         case Overloaded():
             return _unavailable(f"{error}; try again")
         case RequestTimedOut():

@@ -257,7 +257,7 @@ class CoordinatorService:
             log.warning("order_unanswered", move_id=move_id, error=str(error))
             if may_have_been_done(error):
                 return MoveAccepted(move_id=move_id, epoch=order.record.epoch)
-            answer = denial_of(error, self._cluster.name(order.home))
+            answer = denial_of(error, order.record.instance_name)
         if isinstance(answer, MoveDenied):
             self._moves.withdraw(move_id)
         return answer
@@ -278,7 +278,7 @@ class CoordinatorService:
             return await self._bus.request(order, to=record.instance, timeout_seconds=ORDER_TIMEOUT_SECONDS)
         except BusError as error:
             log.warning("abandon_unanswered", move_id=record.move_id, error=str(error))
-            return denial_of(error, self._cluster.name(record.instance))
+            return denial_of(error, record.instance_name or self._cluster.name(record.instance))
 
     # What others ask.
 

@@ -1,5 +1,7 @@
 """Guests live in memory that the host's own sequences can spare, and give it back."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -80,10 +82,10 @@ def test_where_nothing_is_free_it_is_said_what_holds_the_memory_and_what_to_do()
     host = HostScene(MODEL, num_blocks=100)
     host.owner.held = set(range(90))
     open_at(host, whole_layers(0, 1), 40)
-    num_bytes = host.modules.num_bytes
+    taken = re.escape(f"{host.modules.num_bytes / (1 << 20):.1f} MiB")
     with pytest.raises(
         NoRoom,
-        match=rf"^0 blocks .* need 90 of its 90 blocks .* modules of others have {num_bytes} bytes there: "
+        match=rf"^0 blocks .* need 90 of its 90 blocks .* modules of others have {taken} there: "
         "wait until fewer sequences run there, bring home what it hosts, choose another",
     ):
         open_at(host, whole_layers(1, 2), 1)

@@ -30,6 +30,7 @@ from libs.model.model import Layer, Model
 from libs.placement.module import Module, ModuleKind
 from libs.placement.placement import BadPlacement, all_home, check_module
 
+_MIB = 1 << 20
 _MAX_CALLS = 4096  # of one guest, not begun: a home waits for its answers, so it has far fewer
 
 AttentionFactory = Callable[[torch.Tensor], PagedAttention]
@@ -249,7 +250,7 @@ class HostedModules:
 
         granted = bisect_left(range(1, wanted + 1), True, key=is_too_much)
         if granted < max(1, least):
-            weights = f" beside {weight_bytes} bytes of weights" if weight_bytes else ""
+            weights = f" beside {weight_bytes / _MIB:.1f} MiB of weights" if weight_bytes else ""
             raise NoRoom(
                 f"{granted} blocks of {block_bytes} bytes are free at the host{weights}, {max(1, least)} are "
                 f"asked for; {self._held_words(own_least)}: wait until fewer sequences run there, bring home "
@@ -260,7 +261,7 @@ class HostedModules:
     def _held_words(self, own_least: int) -> str:
         """What this worker's memory is needed for."""
         own = f"its own sequences need {own_least} of its {self._pool.num_blocks} blocks"
-        others = f", and modules of others have {self.num_bytes} bytes there" if self._hosted else ""
+        others = f", and modules of others have {self.num_bytes / _MIB:.1f} MiB there" if self._hosted else ""
         return f"{own} (those that run now, and room for one of full length){others}"
 
     def _take(self, num_bytes: int) -> Region:
