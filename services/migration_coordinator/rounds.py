@@ -3,13 +3,10 @@
 from collections import deque
 from itertools import islice
 
-import msgspec
-
 from libs.bus.messages.migration import RoundSeen
+from services.migration_coordinator.answers import that_fit
 
 MAX_ROUNDS = 200
-MAX_ANSWER_BYTES = 512 * 1024
-"""The broker takes messages of 1 MiB: of large meshes fewer rounds fit."""
 
 
 class RoundLog:
@@ -27,12 +24,5 @@ class RoundLog:
         self._rounds[-1] = seen
 
     def newest_first(self, count: int) -> tuple[RoundSeen, ...]:
-        """Up to so many, and as many as an answer holds; one at least."""
-        taken: list[RoundSeen] = []
-        num_bytes = 0
-        for seen in islice(reversed(self._rounds), count):
-            num_bytes += len(msgspec.msgpack.encode(seen))
-            if taken and num_bytes > MAX_ANSWER_BYTES:
-                break
-            taken.append(seen)
-        return tuple(taken)
+        """Up to so many, and as many as an answer holds: of large meshes fewer fit."""
+        return that_fit(islice(reversed(self._rounds), count))

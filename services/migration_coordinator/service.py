@@ -38,6 +38,7 @@ from libs.bus.port import BusError, Subscription
 from libs.placement.phases import is_over
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
+from services.migration_coordinator.answers import that_fit
 from services.migration_coordinator.cluster import Cluster
 from services.migration_coordinator.denials import denial_of, may_have_been_done
 from services.migration_coordinator.leadership import Leadership
@@ -312,7 +313,7 @@ class CoordinatorService:
         moves = self._moves.newest_first()
         if asked.move_id:
             moves = tuple(one for one in moves if one.move_id == asked.move_id)
-        return MovesListed(moves=moves)
+        return MovesListed(moves=that_fit(moves))
 
     async def _explain(self, asked: ExplainRounds) -> Rounds:
         return Rounds(

@@ -132,6 +132,7 @@ class ToldWorker:
         self.moves[start.move_id] = MoveRecord(
             move_id=start.move_id,
             instance=self.incarnation,
+            instance_name=self.name,
             host=start.host or (returned.worker if returned else ""),
             module=module,
             is_return=returned is not None,

@@ -106,7 +106,7 @@ def test_cancelling_says_who_is_not_there_and_who_does_not_answer(run_virtually:
             home.hangs = True
             silent = await scene.ask(cancel)
             assert silent.reason is DenialReason.NO_ANSWER
-            assert "decode-0 has not answered in time" in silent.detail
+            assert "the worker decode-0 has not answered in time" in silent.detail
             home.hangs, home.breaks = False, True
             broken = await scene.ask(cancel)
             assert broken.reason is DenialReason.FAILED
@@ -116,6 +116,23 @@ def test_cancelling_says_who_is_not_there_and_who_does_not_answer(run_virtually:
             assert "decode-0" in away.detail
             unknown = await scene.ask(CancelMove(move_id="never"))
             assert unknown.reason is DenialReason.NOT_FOUND
+
+    run_virtually(scenario())
+
+
+def test_a_home_that_leaves_while_it_is_asked_is_still_named(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, _, _ = await scene.pair()
+            cancel = CancelMove(move_id=accepted(await scene.plan("decode-0", "decode-1")))
+            home.hangs = True
+            assert home.task is not None
+            home.task.cancel()  # no heartbeat reaches anybody from now on
+            silent = await scene.ask(cancel)
+            assert silent.reason is DenialReason.NO_ANSWER
+            assert "the worker decode-0 has not" in silent.detail
+            over = await scene.ask(cancel)
+            assert (over.reason, over.detail.endswith("is over: failed")) == (DenialReason.INVALID, True)
 
     run_virtually(scenario())
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from coordinator_scene import ONE_HEAD, coordinator_scene, module_of
 
@@ -15,6 +16,7 @@ from libs.bus.messages.migration import (
     MoveAccepted,
     MoveDenied,
     MovePhase,
+    MoveTold,
 )
 from libs.bus.messages.presence import ServiceKind
 from libs.placement.module import heads_of, whole_layers
@@ -124,6 +126,26 @@ def test_a_home_that_dies_ends_its_move_in_the_history(run_virtually: Run) -> No
             assert record is not None
             assert record.error == "its home left the mesh"
             assert isinstance(await scene.plan("decode-0", "decode-1"), MoveDenied)
+
+    run_virtually(scenario())
+
+
+def test_a_long_history_is_told_as_far_back_as_an_answer_holds(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, _, coordinator = await scene.pair(max_history=1000)
+            accepted = await scene.plan("decode-0", "decode-1")
+            await home.end(accepted.move_id)
+            (done,) = home.moves.values()
+            for number in range(600):
+                long = msgspec.structs.replace(done, move_id=f"m{number}", error="x" * 2000)
+                await home.bus.publish(MoveTold(move=long))
+            await scene.until(lambda: coordinator.service._moves.get("m599") is not None)
+            told = [one.move_id for one in (await scene.ask(ListMoves())).moves]
+            assert told == [f"m{599 - at}" for at in range(len(told))]
+            assert 150 < len(told) < 600
+            oldest = await scene.move(accepted.move_id)
+            assert oldest is not None
 
     run_virtually(scenario())
 

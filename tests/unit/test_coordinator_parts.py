@@ -13,10 +13,11 @@ from libs.config.errors import BadSetting
 from libs.placement.module import whole_layers
 from libs.placement.phases import is_over
 from libs.placement.placement import all_home
+from services.migration_coordinator.answers import MAX_ANSWER_BYTES
 from services.migration_coordinator.cluster import Cluster
 from services.migration_coordinator.leadership import Leadership
 from services.migration_coordinator.moves import Moves
-from services.migration_coordinator.rounds import MAX_ANSWER_BYTES, RoundLog
+from services.migration_coordinator.rounds import RoundLog
 from services.migration_coordinator.settings import CoordinatorSettings, balancing_of
 
 
