@@ -8,12 +8,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # Two stamps: serving needs none of what developing needs.
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
+PYTEST := $(BIN)/python -m pytest -m "not gpu"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 IMAGE ?= kvmesh
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check style types layers bench loadtest image clean
+.PHONY: help up test check style types mypy pyright layers bench loadtest image clean
 
 help:  ## this text
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
@@ -21,8 +22,14 @@ help:  ## this text
 up: $(RUNTIME)  ## start the whole mesh here: make up ARGS="--prefill 2 --decode 2"
 	@exec $(BIN)/python -m services.up $(ARGS)
 
+# Tests of single parts run two at a time, with one thread each; those of many parts have the machine alone.
 test: $(DEV)  ## every test that needs no GPU: make test ARGS="-k router"
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	$(PYTEST) --numprocesses 2 tests/unit tests/contract
+	$(PYTEST) tests/component tests/system
+else
+	$(PYTEST) $(ARGS)
+endif
 
 check: style types layers  ## ruff, mypy, pyright, import-linter; `make -k check` goes on after a failure
 
@@ -30,8 +37,12 @@ style: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(DEV)
+types: mypy pyright
+
+mypy: $(DEV)
 	$(BIN)/mypy
+
+pyright: $(DEV)
 	$(BIN)/pyright
 
 layers: $(DEV)

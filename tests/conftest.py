@@ -13,6 +13,10 @@ if not Path("/dev/nvidiactl").exists():
     # Triton looks when it is first imported, which transformers does in another test of the same process.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Two processes that compute with all cores each slow each other many times over.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _STUCK_SECONDS = 20.0
 _LEAST_SECONDS = 1e-6
 
