@@ -6,10 +6,30 @@
 From `releasing` on the module is where it should be: what breaks then is a lost host, not a failed move.
 """
 
-from libs.bus.messages.migration import MovePhase
+from enum import Enum
 
 HOME_LEFT = "its home left the mesh"
 """How a move ends, for all others, whose home is gone: it is carried on by nobody."""
+
+
+class MovePhase(Enum):
+    """How far a move is."""
+
+    PLANNED = "planned"
+    RESERVING = "reserving"
+    """The destination makes room: KV blocks, weights; under a lease."""
+    COPYING = "copying"
+    """Weights and KV go over, while the home serves."""
+    CATCHING_UP = "catching_up"
+    """What was written meanwhile goes over, round by round, until it is little."""
+    SWITCHING = "switching"
+    """Between two steps: the last of it, the new layout, the new placement."""
+    RELEASING = "releasing"
+    """What moved is freed where it was."""
+    DONE = "done"
+    ROLLING_BACK = "rolling_back"
+    FAILED = "failed"
+
 
 _ROLLBACK = {MovePhase.ROLLING_BACK}
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from libs.bus.messages.migration import MovePhase, MoveRecord, PlacementTold
-from libs.placement.phases import HOME_LEFT, is_over
+from libs.bus.messages.migration import MoveRecord, PlacementTold
+from libs.placement.phases import HOME_LEFT, MovePhase, is_over
 
 MAX_MOVES = 64
 """Moves that are remembered; of those that are over, the oldest are forgotten first."""

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import msgspec
 
 from libs.balancing.mesh_view import UnderWay
-from libs.bus.messages.migration import MovePhase, MoveRecord, PlacementTold
-from libs.placement.phases import HOME_LEFT, is_over
+from libs.bus.messages.migration import MoveRecord, PlacementTold
+from libs.placement.phases import HOME_LEFT, MovePhase, is_over
 
 KNOWN_WITHIN_SECONDS = 3.0
 """A home tells of its moves once a second: what it does not tell of after so long, it never began."""

@@ -4,16 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libs.balancing.mesh_view import BringHome, MoveAway
-from libs.bus.messages.migration import (
-    DenialReason,
-    MoveDenied,
-    MovePhase,
-    MoveRecord,
-    PlanMove,
-    StartMove,
-)
+from libs.bus.messages.migration import DenialReason, MoveDenied, MoveRecord, PlanMove, StartMove
 from libs.bus.messages.presence import Presence
 from libs.placement.module import Module, ModuleKind
+from libs.placement.phases import MovePhase
 from libs.placement.placement import BadPlacement, Placed, Placement, check_module
 from libs.worker.hosting.orders import (
     busy_words,

@@ -22,7 +22,6 @@ from libs.bus.messages.migration import (
     ListMoves,
     MoveAccepted,
     MoveDenied,
-    MovePhase,
     MoveRecord,
     MoveTold,
     PlacementTold,
@@ -35,7 +34,7 @@ from libs.bus.messages.migration import (
 )
 from libs.bus.messages.presence import LoadReport
 from libs.bus.port import BusError, Subscription
-from libs.placement.phases import is_over
+from libs.placement.phases import MovePhase, is_over
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
 from services.migration_coordinator.answers import that_fit

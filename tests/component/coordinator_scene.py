@@ -18,7 +18,6 @@ from libs.bus.messages.migration import (
     ListMoves,
     MoveAccepted,
     MoveDenied,
-    MovePhase,
     MoveRecord,
     MoveTold,
     PlacementTold,
@@ -28,7 +27,7 @@ from libs.bus.messages.migration import (
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.bus.port import BusError, Request
 from libs.placement.module import Module, heads_of
-from libs.placement.phases import is_over
+from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Placed, all_home
 from libs.runtime.identity import new_identity
 from libs.runtime.life import Stop

@@ -13,7 +13,6 @@ from libs.bus.messages.migration import (
     ListMoves,
     MoveAccepted,
     MoveDenied,
-    MovePhase,
     MoveRecord,
     Moves,
     PlacementTold,
@@ -23,6 +22,7 @@ from libs.bus.messages.migration import (
 )
 from libs.bus.port import Bus, Subscription
 from libs.placement.module import Module, heads_of, whole_layers
+from libs.placement.phases import MovePhase
 from libs.placement.placement import Placed, Placement, all_home
 
 NUM_LAYERS, NUM_HEADS = 30, 3

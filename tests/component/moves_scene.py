@@ -15,14 +15,13 @@ from libs.bus.messages.migration import (
     AbandonMove,
     MoveAccepted,
     MoveDenied,
-    MovePhase,
     MoveRecord,
     MoveTold,
     PlacementTold,
     StartMove,
 )
 from libs.placement.module import Module
-from libs.placement.phases import is_over
+from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Placement, all_home
 
 SECONDS = 20.0

@@ -29,9 +29,10 @@ from gateway_mesh import Mesh, running_gateway
 
 from libs.bus.memory_broker import MemoryBroker
 from libs.bus.memory_bus import MemoryBus
-from libs.bus.messages.migration import CancelMove, DenialReason, MoveDenied, MovePhase, PlanMove
+from libs.bus.messages.migration import CancelMove, DenialReason, MoveDenied, PlanMove
 from libs.bus.messages.presence import WorkerLoad
 from libs.placement.module import heads_of, lent_blocks, whole_layers
+from libs.placement.phases import MovePhase
 from services.cli.__main__ import main
 
 ADMIN_KEY = "adm-one"

@@ -15,11 +15,11 @@ from libs.bus.messages.migration import (
     ListMoves,
     MoveAccepted,
     MoveDenied,
-    MovePhase,
     MoveTold,
 )
 from libs.bus.messages.presence import ServiceKind
 from libs.placement.module import heads_of, whole_layers
+from libs.placement.phases import MovePhase
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 

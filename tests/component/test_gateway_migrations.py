@@ -31,13 +31,13 @@ from libs.bus.messages.migration import (
     ExplainRounds,
     MoveAccepted,
     MoveDenied,
-    MovePhase,
     MoveTold,
     PlanMove,
 )
 from libs.bus.messages.presence import WorkerLoad
 from libs.config.errors import BadSetting
 from libs.placement.module import heads_of, lent_blocks, whole_layers
+from libs.placement.phases import MovePhase
 from services.gateway.settings import GatewaySettings
 
 API_KEY = "sk-one"

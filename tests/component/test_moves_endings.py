@@ -8,9 +8,9 @@ from moves_scene import MovesScene, moving_mesh
 from workers_gateway import Stream
 from workers_mesh import Hosted, prompt_of
 
-from libs.bus.messages.migration import MovePhase
 from libs.engine.errors import MoveRefused
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.phases import MovePhase
 
 SECONDS = 15.0
 DRAIN: dict[str, Any] = {"drain_timeout_seconds": 60.0}

@@ -7,8 +7,9 @@ import pytest
 from moves_scene import HOST_BLOCKS, MovesScene, moving_mesh
 from workers_mesh import prompt_of
 
-from libs.bus.messages.migration import MoveAccepted, MovePhase
+from libs.bus.messages.migration import MoveAccepted
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.phases import MovePhase
 from libs.request.outcome import FailureReason
 
 SLOW = 0.2

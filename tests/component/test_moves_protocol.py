@@ -7,9 +7,9 @@ import pytest
 from moves_scene import HOST_BLOCKS, moving_mesh
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from libs.bus.messages.migration import DenialReason, MoveAccepted, MoveDenied, MovePhase
+from libs.bus.messages.migration import DenialReason, MoveAccepted, MoveDenied
 from libs.placement.module import heads_of, lent_blocks, whole_layers
-from libs.placement.phases import may_follow
+from libs.placement.phases import MovePhase, may_follow
 from libs.telemetry.traces import configure_traces
 
 SLOW = 0.15

@@ -24,9 +24,10 @@ from gateway_coordinator import (
 from page_checks import CARDS, FAINT, LOOKS, TOO_WIDE, UNNAMED, see
 from page_scene import Scene, running_scene
 
-from libs.bus.messages.migration import MovePhase, MoveTold
+from libs.bus.messages.migration import MoveTold
 from libs.bus.messages.presence import WorkerLoad
 from libs.placement.module import heads_of, lent_blocks, whole_layers
+from libs.placement.phases import MovePhase
 from libs.placement.placement import Placement, all_home
 
 CHROMIUM = find_chromium()

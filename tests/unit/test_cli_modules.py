@@ -11,7 +11,8 @@ from gateway_coordinator import candidate, done, record, seen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.bus.messages.migration import MovePhase, Rounds
+from libs.bus.messages.migration import Rounds
+from libs.placement.phases import MovePhase
 from services.cli.admin_key import find_admin_key
 from services.cli.arguments import BadCommand, move_asked, new_parser
 from services.cli.explain import show_explanation

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.balancing.mesh_view import Role
-from libs.bus.messages.migration import DeviceSeen, MovePhase, MoveRecord, PlacementTold, RoundSeen
+from libs.bus.messages.migration import DeviceSeen, MoveRecord, PlacementTold, RoundSeen
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.config.errors import BadSetting
 from libs.placement.module import whole_layers
-from libs.placement.phases import is_over
+from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import all_home
 from services.migration_coordinator.answers import MAX_ANSWER_BYTES
 from services.migration_coordinator.cluster import Cluster

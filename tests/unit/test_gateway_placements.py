@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from libs.bus.messages.migration import MovePhase, MoveRecord
+from libs.bus.messages.migration import MoveRecord
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.placement.module import heads_of, lent_blocks, whole_layers
-from libs.placement.phases import is_over, may_follow
+from libs.placement.phases import MovePhase, is_over, may_follow
 from libs.placement.placement import BadPlacement, Placement, all_home
 from services.gateway.admin import AdminKey, is_admin_call
 from services.gateway.errors import BadRequest, Forbidden, Unauthorized

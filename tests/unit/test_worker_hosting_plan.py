@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.bus.messages.migration import DenialReason, MovePhase, StartMove
+from libs.bus.messages.migration import DenialReason, StartMove
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
-from libs.placement.phases import is_over, may_follow
+from libs.placement.phases import MovePhase, is_over, may_follow
 from libs.placement.placement import Placed, all_home
 from libs.worker.hosting.move_plan import FEW_BLOCKS, MAX_ROUNDS, Progress, next_phase
 from libs.worker.hosting.orders import Refused, Standing, placed_by

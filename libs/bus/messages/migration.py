@@ -13,26 +13,8 @@ from msgspec import Meta
 
 from libs.bus.port import Message, Request
 from libs.placement.module import Module
+from libs.placement.phases import MovePhase
 from libs.placement.placement import Placement
-
-
-class MovePhase(Enum):
-    """How far a move is; see `libs.placement.phases` for what follows what."""
-
-    PLANNED = "planned"
-    RESERVING = "reserving"
-    """The destination makes room: KV blocks, weights; under a lease."""
-    COPYING = "copying"
-    """Weights and KV go over, while the home serves."""
-    CATCHING_UP = "catching_up"
-    """What was written meanwhile goes over, round by round, until it is little."""
-    SWITCHING = "switching"
-    """Between two steps: the last of it, the new layout, the new placement."""
-    RELEASING = "releasing"
-    """What moved is freed where it was."""
-    DONE = "done"
-    ROLLING_BACK = "rolling_back"
-    FAILED = "failed"
 
 
 class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):

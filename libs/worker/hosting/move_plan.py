@@ -2,8 +2,7 @@
 
 import msgspec
 
-from libs.bus.messages.migration import MovePhase
-from libs.placement.phases import can_abandon
+from libs.placement.phases import MovePhase, can_abandon
 
 FEW_BLOCKS = 8
 """So little left is copied in the switch itself."""

@@ -16,7 +16,6 @@ from libs.bus.messages.migration import (
     Hosted,
     MoveAccepted,
     MoveDenied,
-    MovePhase,
     MoveRecord,
     PlacementTold,
     StartMove,
@@ -25,7 +24,7 @@ from libs.bus.port import Subscription
 from libs.engine.errors import EngineClosed, EngineError
 from libs.engine.hosting.port import HostLost
 from libs.placement.module import Module, ModuleKind
-from libs.placement.phases import is_over
+from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Placed, Placement
 from libs.runtime.roster import Roster
 from libs.runtime.runtime import Runtime

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import structlog
 from msgspec.structs import replace
 
-from libs.bus.messages.migration import MovePhase, MoveRecord
+from libs.bus.messages.migration import MoveRecord
 from libs.engine.errors import EngineError
 from libs.model.errors import ModelError
-from libs.placement.phases import can_abandon, is_over
+from libs.placement.phases import MovePhase, can_abandon, is_over
 from libs.placement.placement import BadPlacement
 from libs.telemetry.traces import Span, start_span
 from libs.worker.hosting.home import Home
