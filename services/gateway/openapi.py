@@ -60,7 +60,7 @@ _ADMIN_ERRORS = {
     "401": "No valid admin key",
     "403": "This gateway has no admin key, so nobody may",
     "404": "No such worker, module or move",
-    "409": "Stale epoch, busy, not ready, draining, no room, or too late; `epoch` is the placement's now",
+    "409": "Stale epoch, busy, not ready, draining, or too late; `epoch` is the placement's now",
     "503": "No coordinator leads, or a worker that is needed cannot be reached; see Retry-After",
     "504": "The coordinator or the worker did not answer; it may have begun",
 }

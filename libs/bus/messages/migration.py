@@ -72,7 +72,6 @@ class DenialReason(Enum):
     NOT_FOUND = "not_found"
     BUSY = "busy"
     """This instance, or the coordinator's budget, has a move under way."""
-    NO_ROOM = "no_room"
     DRAINING = "draining"
     """A worker that it needs is about to end."""
     NOT_READY = "not_ready"
