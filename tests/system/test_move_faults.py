@@ -12,7 +12,8 @@ import pytest
 from mesh_moves import Moves, bus_of, load_on, moves_of, until_none
 
 from black_box import Mesh, child_of, running_mesh
-from libs.bus.messages.migration import MovePhase, MoveTold
+from libs.bus.messages.migration import MoveTold
+from libs.placement.phases import MovePhase
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -26,6 +27,9 @@ FROZEN_SECONDS = 0.5
 LAYERS = {"layers": [10, 14], "kind": "offload"}
 WEIGHTS = {"layers": [20, 22], "kind": "migrate"}
 HEADS = {"layers": [0, 6], "kv_heads": [0, 2]}
+MANY_LAYERS = {"layers": [10, 20], "kind": "offload"}
+MANY_HEADS = {"kv_heads": [0, 2]}
+"""Those that take so long to copy that much is written meanwhile: there is something to catch up with."""
 SMALL = {"layers": [3, 5], "kv_heads": [1]}
 
 NATS, COORDINATOR = "nats", "coordinator-0"
@@ -49,7 +53,6 @@ class Row(NamedTuple):
 
 D0, D1, P0 = "decode-0", "decode-1", "prefill-0"
 ROWS = [
-    # Neighbours have other victims: who dies again soon after its start is started later each time.
     Row(MovePhase.RESERVING, D0, D0, D1, WEIGHTS),
     Row(MovePhase.RESERVING, COORDINATOR, D1, D0, LAYERS),
     Row(MovePhase.RESERVING, D1, D0, D1, HEADS),
@@ -59,9 +62,9 @@ ROWS = [
     Row(MovePhase.COPYING, D1, D0, D1, WEIGHTS),
     Row(MovePhase.COPYING, NATS, D0, D1, HEADS),
     Row(MovePhase.COPYING, D0, D1, D0, HEADS, comes_home=True),
-    Row(MovePhase.CATCHING_UP, D1, D1, D0, LAYERS),
+    Row(MovePhase.CATCHING_UP, D1, D1, D0, MANY_LAYERS),
     Row(MovePhase.CATCHING_UP, COORDINATOR, D1, D0, LAYERS),
-    Row(MovePhase.CATCHING_UP, D0, D1, D0, HEADS),
+    Row(MovePhase.CATCHING_UP, D0, D1, D0, MANY_HEADS),
     Row(MovePhase.CATCHING_UP, NATS, D1, D0, WEIGHTS),
     Row(MovePhase.SWITCHING, D1, D1, D0, HEADS),
     Row(MovePhase.SWITCHING, COORDINATOR, D0, D1, LAYERS),
@@ -78,7 +81,7 @@ ROWS = [
     Row(MovePhase.DONE, NATS, D0, D1, LAYERS),
     Row(MovePhase.COPYING, D0, P0, D0, LAYERS),
     Row(MovePhase.DONE, D1, P0, D1, HEADS),
-    Row(MovePhase.CATCHING_UP, P0, P0, D1, HEADS),
+    Row(MovePhase.CATCHING_UP, P0, P0, D1, MANY_HEADS),
 ]
 
 
@@ -88,6 +91,7 @@ def fragile_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     flags = ["--dtype", "float32", "--decode", "2", "--stores", "0", "--no-automatic"]
     flags += ["--max-num-batched-tokens", "256", "--num-blocks", "512", "--max-model-len", "2048"]
     flags += ["--move-bandwidth-mib", "24", "--move-deadline-seconds", "120"]
+    flags += ["--stable-seconds", "1"]  # who died is back soon, however often it died before
     yield from running_mesh(tmp_path_factory.mktemp("fragile"), *flags)
 
 
