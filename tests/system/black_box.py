@@ -49,6 +49,17 @@ def child_of(parent: int, program: str) -> int:
     raise AssertionError(f"{parent} has no child {program}")
 
 
+def _metric(service: dict[str, Any], stem: str, labels: dict[str, str]) -> float:
+    total = 0.0
+    with urllib.request.urlopen(service["http_address"] + "/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    for line in lines:
+        name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        if name == stem and all(f'{key}="{value}"' in rest for key, value in labels.items()):
+            total += float(line.rpartition(" ")[2])
+    return total
+
+
 class Mesh:
     """A running `up` and what a test asks of it."""
 
@@ -116,18 +127,12 @@ class Mesh:
 
     def metric_sum(self, stem: str, **labels: str) -> float:
         """The samples of this name with at least these labels, summed over all services."""
-        total = 0.0
-        for service in self.services():
-            if service["state"] != "ready" or not service.get("http_address"):
-                continue
-            with urllib.request.urlopen(service["http_address"] + "/metrics", timeout=5) as response:
-                lines = response.read().decode().splitlines()
-            for line in lines:
-                name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
-                has_labels = all(f'{key}="{value}"' in rest for key, value in labels.items())
-                if name == stem and has_labels:
-                    total += float(line.rpartition(" ")[2])
-        return total
+        asked = [s for s in self.services() if s["state"] == "ready" and s.get("http_address")]
+        return sum(_metric(service, stem, labels) for service in asked)
+
+    def metric_of(self, name: str, stem: str, **labels: str) -> float:
+        """The same of one service."""
+        return _metric(self.service(name), stem, labels)
 
     def wait_idle(self, timeout_seconds: float = 10.0) -> None:
         until(

@@ -171,7 +171,11 @@ class Load:
     prompts: Sequence[str]
     expected: Sequence[str]
     max_tokens: int
+    is_cold: bool = False
+    """No prompt finds the KV of one before it."""
+    session: str = ""
     is_over: bool = False
+    num_asked: int = 0
     num_right: int = 0
     refused: list[str] = field(default_factory=list[str])
     """Requests that never became a stream."""
@@ -207,13 +211,19 @@ class Load:
 
     async def _stream(self, prompt: str) -> str:
         text = ""
+        self.num_asked += 1
+        extra: dict[str, Any] = {"ignore_eos": True}
+        if self.session:
+            extra["session_id"] = self.session
+        if self.is_cold:
+            extra["cache_salt"] = f"prompt {self.num_asked}"
         stream = await self.client.completions.create(
             model=MODEL,
             prompt=prompt,
             temperature=0,
             max_tokens=self.max_tokens,
             stream=True,
-            extra_body={"ignore_eos": True},
+            extra_body=extra,
         )
         async for chunk in stream:
             text += chunk.choices[0].text
@@ -223,11 +233,18 @@ class Load:
 
 @asynccontextmanager
 async def load_on(
-    mesh: Mesh, prompts: Sequence[str], expected: Sequence[str], max_tokens: int, num_streams: int
+    mesh: Mesh,
+    prompts: Sequence[str],
+    expected: Sequence[str],
+    max_tokens: int,
+    num_streams: int,
+    *,
+    is_cold: bool = False,
+    session: str = "",
 ) -> AsyncIterator[Load]:
     """`num_streams` at once; those that are under way at the end of the block go on to their own end."""
     client = mesh.async_client()
-    load = Load(client, prompts, expected, max_tokens)
+    load = Load(client, prompts, expected, max_tokens, is_cold, session)
     try:
         async with asyncio.TaskGroup() as group:
             for i in range(num_streams):

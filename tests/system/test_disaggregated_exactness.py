@@ -26,7 +26,7 @@ def _prompts() -> list[str]:
     """From one sentence to about 900 tokens: below a block, over a block border, over several chunks."""
     prompts: list[str] = []
     for i in range(NUM_PROMPTS):
-        num_sentences = 1 + (i * i) // 45
+        num_sentences = 1 + i**3 // 2800
         prompts.append(f"{i}. " + " ".join(SENTENCES[(i + k) % len(SENTENCES)] for k in range(num_sentences)))
     return prompts
 

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+from handed_over import handed_over
 from mesh_moves import Moves, load_on, moves_of
 
 from black_box import Mesh, running_mesh
@@ -14,9 +15,15 @@ NUM_STREAMS = 16
 NUM_TIMES = 10
 ANSWER_TOKENS = 96
 
-NUM_LONG_PROMPTS, NUM_LONG_STREAMS = 16, 4
-LONG_ANSWER_TOKENS = 6
-NUM_LONG_TIMES = 2
+CHUNK_TOKENS = 32
+NUM_CUT_STREAMS = 6
+CUT_ANSWER_TOKENS = 6
+CUT_BLOCKS = 11
+"""Of 16 tokens each: a prompt that is cut into six chunks."""
+
+NUM_POOL_BLOCKS = 512
+NUM_LONG_PROMPTS, NUM_LONG_STREAMS = 10, 1
+LONG_ANSWER_TOKENS = 4
 
 LAYERS = {"layers": [10, 20]}
 ONE_HEAD = {"kv_heads": [1]}
@@ -27,12 +34,13 @@ Reference = Callable[[list[str], int], list[str]]
 
 @pytest.fixture(scope="module")
 def moving_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """One prefill and two decode workers without a store; long prompts are cut, and moves are by hand.
+    """One prefill and two decode workers without a store; longer prompts are cut, and moves are by hand.
 
-    The pools are small, so that prompts which come again are computed again.
+    A session stays with its decode worker, however long the queue there is.
     """
     flags = ["--dtype", "float32", "--decode", "2", "--stores", "0", "--no-automatic"]
-    flags += ["--max-num-batched-tokens", "256", "--num-blocks", "512", "--max-model-len", "2048"]
+    flags += ["--max-num-batched-tokens", str(CHUNK_TOKENS), "--max-model-len", "2048"]
+    flags += ["--num-blocks", str(NUM_POOL_BLOCKS), "--session-stickiness-seconds", "1000"]
     flags += ["--move-deadline-seconds", "120"]
     yield from running_mesh(tmp_path_factory.mktemp("moving"), *flags)
 
@@ -52,22 +60,31 @@ def short_prompts() -> list[str]:
     return [f"Letter {i}. Dear friend, " + river * (1 + i % 5) for i in range(NUM_STREAMS)]
 
 
+LINES = ["A clockmaker from Basel counted raindrops.", "Prices rose by 3.7 % in March.", "def f(n): return n"]
+
+
+def lines_of(name: str, first: int, num_lines: int) -> str:
+    return " ".join(f"{name}.{k}: {LINES[(first + k) % len(LINES)]}" for k in range(num_lines))
+
+
 def long_prompts() -> list[str]:
     """About 800 to 1200 tokens, alike in nothing but their words."""
-    lines = [
-        "A clockmaker from Basel counted raindrops.",
-        "Prices rose by 3.7 % in March.",
-        "def f(n): return n",
-    ]
-    return [
-        " ".join(f"{i}.{k}: {lines[(i + k) % len(lines)]}" for k in range(50 + 5 * (i % 6)))
-        for i in range(NUM_LONG_PROMPTS)
-    ]
+    return [lines_of(str(i), i, 50 + 5 * (i % 6)) for i in range(NUM_LONG_PROMPTS)]
+
+
+def cut_prompts() -> list[str]:
+    """Of `CUT_BLOCKS` blocks each, so that what is handed over can be counted."""
+    return [lines_of(letter, i, 12) for i, letter in enumerate("ABCDEFGHIJKL")]
 
 
 @pytest.fixture(scope="module")
 def short_answers(reference: Reference) -> list[str]:
     return reference(short_prompts(), ANSWER_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def cut_answers(reference: Reference) -> list[str]:
+    return reference(cut_prompts(), CUT_ANSWER_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -133,33 +150,53 @@ async def test_two_workers_host_for_each_other(
 
 
 async def test_prompts_that_are_cut_into_chunks_know_nothing_of_moves(
-    moving_mesh: Mesh, moves: Moves, long_answers: list[str]
+    moving_mesh: Mesh, moves: Moves, cut_answers: list[str]
 ) -> None:
     records: list[dict[str, Any]] = []
-    async with load_on(
-        moving_mesh, long_prompts(), long_answers, LONG_ANSWER_TOKENS, NUM_LONG_STREAMS
-    ) as load:
-        for i in range(NUM_LONG_TIMES):
+    async with (
+        handed_over(moving_mesh, "prefill-0", CUT_BLOCKS) as handed,
+        load_on(
+            moving_mesh, cut_prompts(), cut_answers, CUT_ANSWER_TOKENS, NUM_CUT_STREAMS, is_cold=True
+        ) as load,
+    ):
+        for i in range(NUM_TIMES):
             for module in (layers_kind(i), ONE_HEAD, TWO_HEADS):
                 records += await moves.away_and_back("prefill-0", host=f"decode-{i % 2}", **module)
-    tell(f"{load.num_right} long prompts", records)
+    tell(f"{load.num_right} prompts in chunks", records)
     assert (load.refused, load.errors) == ([], [])
-    assert load.num_right >= NUM_LONG_STREAMS
+    assert load.num_right >= len(cut_answers)
     assert any(record["num_kv_bytes"] for record in records)
+    assert (handed.num_done, handed.num_blocks) == (load.num_asked, load.num_asked * CUT_BLOCKS)
+    num_within = sum(handed.switched_within_a_prompt(record) for record in records)
+    print(f"{num_within} of {len(records)} switches between two chunks of a prompt")
+    assert num_within > len(records) // 3
+
+
+async def fill_a_pool(mesh: Mesh, long_answers: list[str]) -> str:
+    """Long prompts of one session leave more blocks than one decode worker's pool has; returns its name."""
+    names = ("decode-0", "decode-1")
+    before = {name: mesh.metric_of(name, "kvmesh_prompt_tokens_total") for name in names}
+    async with load_on(
+        mesh, long_prompts(), long_answers, LONG_ANSWER_TOKENS, NUM_LONG_STREAMS, session="long"
+    ) as load:
+        await load.next_right(NUM_LONG_PROMPTS)
+    assert (load.refused, load.errors) == ([], [])
+    taken = {name: mesh.metric_of(name, "kvmesh_prompt_tokens_total") - before[name] for name in names}
+    filled = max(taken, key=lambda name: taken[name])
+    assert taken[filled] > NUM_POOL_BLOCKS * 16, taken
+    return filled
 
 
 async def test_lent_blocks_come_and_go_while_streams_run(
     moving_mesh: Mesh, moves: Moves, short_answers: list[str], long_answers: list[str]
 ) -> None:
-    """What long prompts left fills the pools, so that lent blocks are taken before any of it is forgotten."""
-    async with load_on(
-        moving_mesh, long_prompts(), long_answers, LONG_ANSWER_TOKENS, NUM_LONG_STREAMS
-    ) as load:
-        await load.next_right(NUM_LONG_PROMPTS)
+    """A pool full of what is over: lent blocks are taken before any of it is forgotten."""
+    home = await fill_a_pool(moving_mesh, long_answers)
+    host = "decode-1" if home == "decode-0" else "decode-0"
     async with load_on(moving_mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
-        away = await moves.done("decode-0", host="decode-1", tokens=True, num_blocks=64)
+        away = await moves.done(home, host=host, tokens=True, num_blocks=64)
         await load.next_right()
-        back = await moves.done("decode-0", return_of=away["id"])
+        back = await moves.done(home, return_of=away["id"])
     tell("lent blocks", [away, back])
     assert (load.refused, load.errors) == ([], [])
     assert away["num_blocks_after"] == away["num_blocks_before"] + 64

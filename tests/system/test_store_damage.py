@@ -17,7 +17,18 @@ PROMPTS = [
     f"Entry {n}: " + " ".join(f"the {n * 40 + i}. stone lies beside the {i}. tree;" for i in range(24))
     for n in range(4)
 ]
-FLAGS = ("--dtype", "float32", "--num-blocks", "512", "--memory-gib", "0.5", "--disk-gib", "1")
+FLAGS = (
+    "--dtype",
+    "float32",
+    "--num-blocks",
+    "512",
+    "--memory-gib",
+    "0.5",
+    "--disk-gib",
+    "1",
+    "--coordinators",
+    "0",
+)
 
 
 def ask(mesh: Mesh) -> tuple[list[str], int]:
