@@ -13,6 +13,10 @@ from libs.bus.port import Bus, PresenceEntry
 EXPIRY_SECONDS = 3.0
 """Six heartbeats. A peer silent for longer has departed."""
 
+HUSH_SECONDS = 1.5
+"""Three heartbeats. Who does not even hear its own for so long hears nobody: the broker stands still, or it
+did itself."""
+
 _LOOK_SECONDS = 0.5
 """How often to look whether the broker is away: its silence must not be held against the peers."""
 
@@ -63,6 +67,10 @@ class Roster:
         """Nothing could be heard until now (the broker was away): nobody's silence counts."""
         self._heard = dict.fromkeys(self._heard, now)
 
+    def silence_seconds(self, incarnation: str, now: float) -> float:
+        """Since it was heard, or excused; 0 for those who are not there."""
+        return now - self._heard.get(incarnation, now)
+
     def next_expiry(self) -> float | None:
         """When `expire` may next find somebody; None while nobody is there."""
         return min(self._heard.values()) + self._expiry_seconds if self._heard else None
@@ -84,8 +92,14 @@ class Roster:
         return [p for p in self.of_kind(kind) if p.state is ServiceState.READY]
 
 
-async def watch_roster(bus: Bus, roster: Roster, on_change: Callable[[RosterChange], None]) -> NoReturn:
-    """Feed `roster` from the bus for ever; `on_change` is called on the loop after each real change."""
+async def watch_roster(
+    bus: Bus, roster: Roster, on_change: Callable[[RosterChange], None], *, own: str = ""
+) -> NoReturn:
+    """Feed `roster` from the bus for ever; `on_change` is called on the loop after each real change.
+
+    `own` is the incarnation of whoever watches, where it has one: as long as its own heartbeats do not come
+    back from the broker, nobody's silence counts.
+    """
     loop = asyncio.get_running_loop()
 
     def tell(change: RosterChange) -> None:
@@ -101,7 +115,7 @@ async def watch_roster(bus: Bus, roster: Roster, on_change: Callable[[RosterChan
                     entry = upcoming.result()
                     upcoming = asyncio.ensure_future(anext(entries))
                     tell(_apply(roster, entry, loop.time()))
-                if not bus.is_connected:
+                if not bus.is_connected or roster.silence_seconds(own, loop.time()) >= HUSH_SECONDS:
                     roster.excuse(loop.time())
                 tell(roster.expire(loop.time()))
         finally:

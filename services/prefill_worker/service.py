@@ -82,7 +82,8 @@ class PrefillWorkerService:
             hosting_address=modules.address,
             num_seats=self._settings.max_waiting,
         )
-        runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
+        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, own=runtime.incarnation)
+        runtime.spawn("roster", watching)
 
     async def drain(self) -> None:
         """Take no more prompts; return when those here are handed over, and modules of others are home

@@ -76,7 +76,8 @@ class RouterService:
         self._metrics.num_placements.set_function(self._view.num_placements)
         for kind in WORKERS:
             self._metrics.num_instances.labels(kind.value).set_function(partial(self._num_ready, kind))
-        runtime.spawn("roster", watch_roster(runtime.bus, self._roster, self._roster_changed))
+        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, own=runtime.incarnation)
+        runtime.spawn("roster", watching)
         runtime.spawn("clock", self._keep_time())
         self._metrics.watch_view(self._held, self._subscriber)
         await self._subscriber.open()

@@ -323,6 +323,41 @@ def test_a_process_that_falls_silent_departs_within_the_expiry(run_virtually: Ru
     run_virtually(story())
 
 
+def test_while_own_heartbeats_do_not_come_back_nobody_departs(run_virtually: Run) -> None:
+    """As with a broker that stands still, and takes what it is sent all the same."""
+
+    async def story() -> None:
+        broker = MemoryBroker(clock=asyncio.get_running_loop().time)
+        bus, roster = MemoryBus(broker), Roster()
+        departed: asyncio.Queue[Presence] = asyncio.Queue()
+
+        def told(change: RosterChange) -> None:
+            for presence in change.departed:
+                departed.put_nowait(presence)
+
+        own, peer = (
+            Presence(kind=ServiceKind.ROUTER, name=name, incarnation=name, state=ServiceState.READY)
+            for name in ("own", "peer")
+        )
+        watching = asyncio.create_task(watch_roster(bus, roster, told, own="own"))
+        for one in (own, peer):
+            await bus.put_presence(one.incarnation, msgspec.msgpack.encode(one))
+        await asyncio.sleep(10 * EXPIRY_SECONDS)  # of virtual time
+        assert {one.name for one in roster.all()} == {"own", "peer"}
+        assert departed.empty()
+        begun = asyncio.get_running_loop().time()
+        while departed.empty():
+            await bus.put_presence("own", msgspec.msgpack.encode(own))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+        assert departed.get_nowait() == peer, "one that is heard no more while others are has departed"
+        assert asyncio.get_running_loop().time() - begun <= EXPIRY_SECONDS + HEARTBEAT_SECONDS
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await bus.close()
+
+    run_virtually(story())
+
+
 def test_its_load_is_known_before_others_hear_that_it_is_ready(run_virtually: Run) -> None:
     async def listen(scene: Scene) -> None:
         heard: list[str] = []
