@@ -22,11 +22,11 @@ help:  ## this text
 up: $(RUNTIME)  ## start the whole mesh here: make up ARGS="--prefill 2 --decode 2"
 	@exec $(BIN)/python -m services.up $(ARGS)
 
-# Tests of single parts run two at a time, with one thread each; those of many parts have the machine alone.
+# Files of tests run two at a time, with one thread each; those that start the mesh have the machine alone.
 test: $(DEV)  ## every test that needs no GPU: make test ARGS="-k router"
 ifeq ($(strip $(ARGS)),)
-	$(PYTEST) --numprocesses 2 tests/unit tests/contract
-	$(PYTEST) tests/component tests/system
+	$(PYTEST) --numprocesses 2 --dist loadfile tests/unit tests/contract tests/component
+	$(PYTEST) tests/system
 else
 	$(PYTEST) $(ARGS)
 endif
