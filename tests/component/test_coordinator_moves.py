@@ -85,7 +85,7 @@ def test_one_move_at_a_time_and_the_homes_own_denial_is_passed_on(run_virtually:
     async def scenario() -> None:
         async with coordinator_scene() as scene:
             home, host, _ = await scene.pair(max_moves=1)
-            host.denial = MoveDenied(reason=DenialReason.NO_ROOM, detail="no room", epoch=0)
+            host.denial = MoveDenied(reason=DenialReason.BUSY, detail="another move", epoch=0)
             assert await scene.plan("decode-1", "decode-0") == host.denial
             assert (await scene.ask(ListMoves())).moves == ()
             accepted = await scene.plan("decode-0", "decode-1")
@@ -211,7 +211,7 @@ def test_a_denied_move_of_the_loop_is_counted_and_not_asked_for_again_at_once(ru
     async def scenario() -> None:
         async with coordinator_scene() as scene:
             busy, _, coordinator = await scene.pair(automatic=True)
-            busy.denial = MoveDenied(reason=DenialReason.NO_ROOM, detail="no room", epoch=0)
+            busy.denial = MoveDenied(reason=DenialReason.BUSY, detail="another move", epoch=0)
             busy.load = {"busy_share": 1.0, "queued_seconds": 4.0}
             await scene.until(lambda: bool(busy.started), 20)
             await asyncio.sleep(25)

@@ -63,7 +63,6 @@ async def test_a_worker_whose_layers_nobody_knows_yet_is_not_ready(
 DENIALS = {
     DenialReason.STALE_EPOCH: (409, "stale_epoch", None),
     DenialReason.BUSY: (409, "busy", None),
-    DenialReason.NO_ROOM: (409, "no_room", None),
     DenialReason.DRAINING: (409, "draining", None),
     DenialReason.NOT_READY: (409, "not_ready", None),
     DenialReason.NOT_LEADING: (503, "no_coordinator", None),
