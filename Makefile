@@ -26,7 +26,7 @@ up: $(RUNTIME)  ## start the whole mesh here: make up ARGS="--prefill 2 --decode
 test: $(DEV)  ## every test that needs no GPU: make test ARGS="-k router"
 ifeq ($(strip $(ARGS)),)
 	$(PYTEST) --numprocesses 2 --dist loadfile tests/unit tests/contract tests/component
-	$(PYTEST) tests/system
+	$(PYTEST) tests --ignore=tests/unit --ignore=tests/contract --ignore=tests/component
 else
 	$(PYTEST) $(ARGS)
 endif

@@ -54,12 +54,14 @@ def predict_away(
     num_weight_bytes = weight_bytes(home.shape, move.module, with_weights=move.with_weights)
     overhead = _overhead_seconds(home, move.module, settings)
     added = overhead * home.tokens_per_second / _step_tokens(home)
+    occupancy = _occupancy(home) + added
+    relief = _relief(share, own, before_home.compute - occupancy)
     num_blocks, hosted_bytes = _room_for(move, home, host, num_weight_bytes)
     return Predicted(
         home=DeviceLoad(
-            before_home.compute - own * share,
+            before_home.compute - own * relief,
             fullness(home.num_used_blocks, num_blocks),
-            before_home.queue * (1 - share),
+            before_home.queue * (1 - relief),
         ),
         host=DeviceLoad(
             before_host.compute + moved_seconds / host.device_share,
@@ -68,7 +70,7 @@ def predict_away(
         ),
         move_seconds=_move_seconds(home, move.module, num_weight_bytes, settings),
         overhead_seconds=overhead,
-        occupancy=_occupancy(home) + added,
+        occupancy=occupancy,
         added_share=added,
         num_blocks=num_blocks,
     )
@@ -123,6 +125,16 @@ def _own_part(device: Device) -> float:
     if device.busy_share <= 0:
         return 1.0
     return 1.0 - min(1.0, device.hosted_busy_share / device.busy_share)
+
+
+def _relief(share: float, own: float, spare: float) -> float:
+    """The part of what a home does for its instance that a move really takes off it.
+
+    Steps wait for what is away. A device with a share of its time left to wait in (`spare`) runs more steps
+    meanwhile; one whose steps fill all its time runs no more of them than before, however little it computes
+    in each.
+    """
+    return min(share, max(0.0, spare) / own) if own > 0 else share
 
 
 def _work_share(placement: Placement, module: Module, settings: BalancingSettings) -> float:

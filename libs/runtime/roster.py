@@ -14,8 +14,8 @@ EXPIRY_SECONDS = 3.0
 """Six heartbeats. A peer silent for longer has departed."""
 
 HUSH_SECONDS = 1.5
-"""Three heartbeats. Who does not even hear its own for so long hears nobody: the broker stands still, or it
-did itself."""
+"""Three heartbeats. Who hears nobody for so long, itself least of all, learns nothing of the others: the
+broker stands still, or it did so itself."""
 
 _LOOK_SECONDS = 0.5
 """How often to look whether the broker is away: its silence must not be held against the peers."""
@@ -67,9 +67,9 @@ class Roster:
         """Nothing could be heard until now (the broker was away): nobody's silence counts."""
         self._heard = dict.fromkeys(self._heard, now)
 
-    def silence_seconds(self, incarnation: str, now: float) -> float:
-        """Since it was heard, or excused; 0 for those who are not there."""
-        return now - self._heard.get(incarnation, now)
+    def hush_seconds(self, now: float) -> float:
+        """Since anybody was heard, or excused; 0 while nobody is there."""
+        return now - max(self._heard.values(), default=now)
 
     def next_expiry(self) -> float | None:
         """When `expire` may next find somebody; None while nobody is there."""
@@ -93,12 +93,12 @@ class Roster:
 
 
 async def watch_roster(
-    bus: Bus, roster: Roster, on_change: Callable[[RosterChange], None], *, own: str = ""
+    bus: Bus, roster: Roster, on_change: Callable[[RosterChange], None], *, hears_itself: bool = False
 ) -> NoReturn:
     """Feed `roster` from the bus for ever; `on_change` is called on the loop after each real change.
 
-    `own` is the incarnation of whoever watches, where it has one: as long as its own heartbeats do not come
-    back from the broker, nobody's silence counts.
+    With `hears_itself` whoever watches is present, too: as long as not even its own heartbeats come back from
+    the broker, nobody's silence counts.
     """
     loop = asyncio.get_running_loop()
 
@@ -111,11 +111,12 @@ async def watch_roster(
         try:
             while True:
                 await asyncio.wait({upcoming}, timeout=_patience(roster, loop.time()))
+                is_hush = hears_itself and roster.hush_seconds(loop.time()) >= HUSH_SECONDS
                 if upcoming.done():
                     entry = upcoming.result()
                     upcoming = asyncio.ensure_future(anext(entries))
                     tell(_apply(roster, entry, loop.time()))
-                if not bus.is_connected or roster.silence_seconds(own, loop.time()) >= HUSH_SECONDS:
+                if is_hush or not bus.is_connected:
                     roster.excuse(loop.time())
                 tell(roster.expire(loop.time()))
         finally:

@@ -32,8 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     admin_key = find_admin_key(options.admin_key, options.url, os.environ) if "admin_key" in options else ""
     gateway = Gateway(options.url, options.api_key, admin_key=admin_key)
     try:
-        with terminable():
-            _run(gateway, options)
+        _run(gateway, options)
     except BadCommand as error:
         print(f"kvmesh: {error}", file=sys.stderr)
         return 2
@@ -60,7 +59,8 @@ def _run(gateway: Gateway, options: argparse.Namespace) -> None:
         case "explain":
             show_explanation(gateway.explain(options.rounds), as_json=as_json, out=sys.stdout)
         case "migrate":
-            _migrate(gateway, options, as_json=as_json)
+            with terminable():  # a move goes on without the command, which says so
+                _migrate(gateway, options, as_json=as_json)
         case _:
             _chat(gateway, options, as_json=as_json)
 

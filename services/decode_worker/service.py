@@ -79,7 +79,7 @@ class DecodeWorkerService:
         runtime.spawn("tokens", self._tokens.run())
         runtime.spawn("leases", self._keep_time())
         runtime.spawn("accept", self._accept(self._listener, shape))
-        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, own=runtime.incarnation)
+        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, hears_itself=True)
         runtime.spawn("roster", watching)
         self._subscriptions.append(await runtime.bus.serve(Reserve, self._reserve, at=runtime.incarnation))
         self._subscriptions.append(await runtime.bus.subscribe(Abort, self._abort, at=runtime.incarnation))

@@ -87,7 +87,7 @@ class GatewayService:
         metrics.mesh_viewers.set_function(lambda: self._feed.num_viewers)
         self._loop = LoopWatch(runtime.bus, self._feed.changed)
         await self._subscribe(runtime)
-        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, own=runtime.incarnation)
+        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, hears_itself=True)
         runtime.spawn("roster", watching)
         runtime.spawn("strays", dispatch.abort_strays())
         runtime.spawn("mesh-feed", self._feed.run())

@@ -67,7 +67,7 @@ class Cluster:
             report, heard_at = self._reports.get(worker, (None, 0.0))
             told = self._told.get(worker)
             is_usable = presence.state is ServiceState.READY and now - heard_at < self._stale_after_seconds
-            if report and told and is_usable and (device := _device(presence, report.load, told.placement)):
+            if report and told and is_usable and (device := _device(presence, report.load, told)):
                 devices.append(device)
         return MeshView(tuple(devices), tuple(under_way))
 
@@ -79,7 +79,7 @@ def role_of(presence: Presence) -> Role:
     return Role.BOTH if presence.runs_prompts else Role.DECODE
 
 
-def _device(presence: Presence, load: WorkerLoad, placement: Placement) -> Device | None:
+def _device(presence: Presence, load: WorkerLoad, told: PlacementTold) -> Device | None:
     shape = shape_of(presence)
     if shape is None:
         return None
@@ -90,7 +90,7 @@ def _device(presence: Presence, load: WorkerLoad, placement: Placement) -> Devic
         fingerprint=presence.model_fingerprint,
         can_host=bool(presence.hosting_address),
         shape=shape,
-        placement=placement,
+        placement=told.placement,
         device_share=presence.device_share,
         busy_share=load.busy_share,
         hosted_busy_share=load.hosted_busy_share,
@@ -100,7 +100,7 @@ def _device(presence: Presence, load: WorkerLoad, placement: Placement) -> Devic
         num_running=load.num_running,
         memory_bytes=presence.kv_memory_bytes,
         hosted_bytes=load.num_hosted_bytes,
-        num_blocks=load.num_blocks,
+        num_blocks=told.num_blocks or load.num_blocks,
         num_used_blocks=load.num_used_blocks,
         num_least_blocks=-(-presence.max_model_len // shape.block_size),
     )

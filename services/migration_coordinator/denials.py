@@ -1,14 +1,14 @@
 """What it means for an order that the worker it went to gave no answer. Pure."""
 
 from libs.bus.messages.migration import DenialReason, MoveDenied
-from libs.bus.port import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut
+from libs.bus.port import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut, Undecodable
 
 LOOK = "GET /v1/mesh/migrations (kvmesh migrate --list)"
 
 
 def may_have_been_done(error: BusError) -> bool:
     """Whether the worker may be doing what it was asked for all the same."""
-    return isinstance(error, RequestTimedOut | NotConnected)
+    return isinstance(error, RequestTimedOut | NotConnected | Undecodable)
 
 
 def denial_of(error: BusError, worker: str) -> MoveDenied:
@@ -25,6 +25,9 @@ def denial_of(error: BusError, worker: str) -> MoveDenied:
             return MoveDenied(reason=DenialReason.UNREACHABLE, detail=detail)
         case RequestTimedOut():
             detail = f"the worker {worker} has not answered in time, and may do it still: {LOOK} tells"
+            return MoveDenied(reason=DenialReason.NO_ANSWER, detail=detail)
+        case Undecodable():
+            detail = f"the answer of the worker {worker} is not understood ({error}); {LOOK} tells"
             return MoveDenied(reason=DenialReason.NO_ANSWER, detail=detail)
         case _:
             detail = f"the worker {worker} could not answer ({error}); its log says why"

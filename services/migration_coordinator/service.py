@@ -83,7 +83,7 @@ class CoordinatorService:
             await self._bus.subscribe(MoveTold, self._hear_move),
         ):
             self._heard.append(subscription)
-        watching = watch_roster(self._bus, self._roster, self._roster_changed, own=runtime.incarnation)
+        watching = watch_roster(self._bus, self._roster, self._roster_changed, hears_itself=True)
         runtime.spawn("roster", watching)
         runtime.spawn("lease", self._keep_lease())
         runtime.spawn("rounds", self._keep_deciding())

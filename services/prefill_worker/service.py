@@ -82,7 +82,7 @@ class PrefillWorkerService:
             hosting_address=modules.address,
             num_seats=self._settings.max_waiting,
         )
-        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, own=runtime.incarnation)
+        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, hears_itself=True)
         runtime.spawn("roster", watching)
 
     async def drain(self) -> None:

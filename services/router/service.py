@@ -76,7 +76,7 @@ class RouterService:
         self._metrics.num_placements.set_function(self._view.num_placements)
         for kind in WORKERS:
             self._metrics.num_instances.labels(kind.value).set_function(partial(self._num_ready, kind))
-        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, own=runtime.incarnation)
+        watching = watch_roster(runtime.bus, self._roster, self._roster_changed, hears_itself=True)
         runtime.spawn("roster", watching)
         runtime.spawn("clock", self._keep_time())
         self._metrics.watch_view(self._held, self._subscriber)

@@ -105,6 +105,7 @@ class ToldWorker:
                 "layer_weight_bytes": SHAPE.layer_weight_bytes,
                 "block_bytes": SHAPE.block_bytes,
                 "kv_memory_bytes": MEMORY_BYTES,
+                "device_share": 0.25,
                 **self.facts,
             }
         )

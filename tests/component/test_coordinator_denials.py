@@ -172,7 +172,7 @@ def test_an_order_that_nobody_takes_is_denied_and_not_remembered(run_virtually: 
         (Overloaded("full"), DenialReason.UNREACHABLE, False),
         (RequestTimedOut("x"), DenialReason.NO_ANSWER, True),
         (HandlerFailed("x"), DenialReason.FAILED, False),
-        (Undecodable("versions differ"), DenialReason.FAILED, False),
+        (Undecodable("versions differ"), DenialReason.NO_ANSWER, True),
         (MessageTooLarge("s", 2, 1), DenialReason.FAILED, False),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BusError) else None,

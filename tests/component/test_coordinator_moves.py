@@ -170,7 +170,7 @@ def test_the_loop_moves_layers_of_a_busy_worker_and_explains_it(run_virtually: R
     async def scenario() -> None:
         async with coordinator_scene() as scene:
             busy, idle, coordinator = await scene.pair(automatic=True)
-            busy.load = {"busy_share": 1.0, "queued_seconds": 4.0}
+            busy.load = {"busy_share": 0.25, "queued_seconds": 4.0}
             await scene.until(lambda: bool(busy.started), 20)
             (start,) = busy.started
             assert start.host == idle.incarnation
@@ -196,7 +196,7 @@ def test_switched_off_the_loop_watches_and_moves_by_hand_still_work(run_virtuall
     async def scenario() -> None:
         async with coordinator_scene() as scene:
             busy, _, _ = await scene.pair(automatic=False)
-            busy.load = {"busy_share": 1.0, "queued_seconds": 4.0}
+            busy.load = {"busy_share": 0.25, "queued_seconds": 4.0}
             await asyncio.sleep(20)
             assert not busy.started
             explained = await scene.ask(ExplainRounds(num_rounds=1))
@@ -212,7 +212,7 @@ def test_a_denied_move_of_the_loop_is_counted_and_not_asked_for_again_at_once(ru
         async with coordinator_scene() as scene:
             busy, _, coordinator = await scene.pair(automatic=True)
             busy.denial = MoveDenied(reason=DenialReason.BUSY, detail="another move", epoch=0)
-            busy.load = {"busy_share": 1.0, "queued_seconds": 4.0}
+            busy.load = {"busy_share": 0.25, "queued_seconds": 4.0}
             await scene.until(lambda: bool(busy.started), 20)
             await asyncio.sleep(25)
             assert len(busy.started) == 1
@@ -235,7 +235,7 @@ def test_where_roles_may_flip_an_idle_worker_is_asked_to(run_virtually: Run) -> 
                 automatic=True, flips_roles=True, moves_layers=False, moves_heads=False
             )
             for worker in (first, second):
-                worker.load = {"busy_share": 1.0, "queued_seconds": 4.0}
+                worker.load = {"busy_share": 0.25, "queued_seconds": 4.0}
             prefills = [scene.workers["prefill-0"], scene.workers["prefill-1"]]
             await scene.until(lambda: sum(one.num_flips for one in prefills) == 1, 20)
             await asyncio.sleep(20)

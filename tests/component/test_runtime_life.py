@@ -339,7 +339,7 @@ def test_while_own_heartbeats_do_not_come_back_nobody_departs(run_virtually: Run
             Presence(kind=ServiceKind.ROUTER, name=name, incarnation=name, state=ServiceState.READY)
             for name in ("own", "peer")
         )
-        watching = asyncio.create_task(watch_roster(bus, roster, told, own="own"))
+        watching = asyncio.create_task(watch_roster(bus, roster, told, hears_itself=True))
         for one in (own, peer):
             await bus.put_presence(one.incarnation, msgspec.msgpack.encode(one))
         await asyncio.sleep(10 * EXPIRY_SECONDS)  # of virtual time

@@ -1,11 +1,23 @@
 """Fixtures of the contract tests."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from bus_scene import AT_ONCE_SECONDS, MemoryScene, NatsScene, Scene
+
+
+@pytest.fixture(autouse=True)
+def kernels_share_their_work(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels run with two threads at least, also where tests run beside each other with one each: what only
+    goes wrong between threads has to show here."""
+    before = torch.get_num_threads()
+    if "test_kernels" in request.node.nodeid:
+        torch.set_num_threads(max(2, before))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["memory", "nats"])

@@ -105,6 +105,18 @@ def test_layers_take_their_part_of_the_work_along():
     assert predicted.overhead_seconds == pytest.approx(2 * SETTINGS.link_latency_seconds, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("device_share", "away_share", "relief"),
+    [(0.25, 0.0, 0.5), (1.0, 0.0, 0.0), (0.25, 0.75, 0.0)],
+    ids=["its share has time to wait in", "its steps fill all its time", "it waits for others already"],
+)
+def test_a_home_is_relieved_as_far_as_it_has_time_to_wait(device_share, away_share, relief):
+    home = device("home", busy_share=device_share, device_share=device_share, away_share=away_share)
+    host, half = device("host"), whole_layers(0, SHAPE.num_layers // 2)
+    after = predict_away(MoveAway("home", "host", half), home, host, loads_of(home, host), SETTINGS)
+    assert after.home.compute == pytest.approx(1.0 - relief)
+
+
 def test_heads_free_memory_and_keep_the_work():
     home = device("home", busy_share=0.1, num_used_blocks=NUM_BLOCKS - 2)
     host = device("host", num_used_blocks=NUM_BLOCKS // 4)

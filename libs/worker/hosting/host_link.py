@@ -89,7 +89,7 @@ class HostLink:
         answer = Answer(self._wake)
         self._post(call, answer)
         if not isinstance(call, ANSWERED):
-            self._outgoing.when_room(partial(answer.give, _NOTHING))
+            self._outgoing.when_room(partial(self._take_on, answer))
         return answer
 
     async def settle(self) -> None:
@@ -167,6 +167,13 @@ class HostLink:
         """Fails what waits; `serve` returns. Idempotent."""
         self._lose("this side closed the Link")
         await self._link.close()
+
+    def _take_on(self, answer: Answer) -> None:
+        """Of a call that nobody answers: it is on its way, or was dropped with all the rest."""
+        if self._lost is not None:
+            answer.fail(self._lost)
+        else:
+            answer.give(_NOTHING)
 
     def _post(self, call: HostedCall, answer: Answer) -> None:
         facts, tensors = split_call(call)

@@ -154,6 +154,7 @@ class Mover:
         if lost:
             log.warning("host_lost", reason=lost, epoch=placement.epoch)
             self._metrics.hosts_lost.inc()
+        self._telling.changed()
         self._runtime.spawn("count-blocks", self._count_when_changed())
         self._drop_unused()
 
@@ -323,6 +324,8 @@ class Mover:
         if is_counted and not is_switching:  # guests take and give back blocks, too
             self._counted = self._home.placement, self._home.num_total_blocks
         placement, num_blocks = self._counted
+        if not (is_counted or is_switching):  # a host was lost, which others have to know at once
+            placement, num_blocks = self._home.placement, 0
         if self._has_let_go:  # hosts tell that they have nothing of it
             for worker in {one.worker for one in placement.placed}:
                 placement = placement.without_worker(worker)

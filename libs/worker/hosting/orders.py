@@ -88,7 +88,7 @@ def why_not_ready(worker: Presence) -> tuple[DenialReason, str] | None:
         case ServiceState.READY:
             return None
         case ServiceState.DRAINING:
-            detail = f"{worker.name} is about to end{busy_with}: nothing moves to it or from it any more"
+            detail = f"{worker.name} is about to end{busy_with}: nothing moves to it any more"
             return DenialReason.DRAINING, detail
         case ServiceState.STARTING:
             detail = f"{worker.name} is not ready yet{busy_with}; order it again when it is"
