@@ -21,7 +21,7 @@ class BalancingSettings:
     delta_layer: float = 0.4
     memory_pressure: float = 0.8
     min_gain: float = 0.03
-    cooldown_seconds: float = 6.0
+    cooldown_seconds: float = 4.0
     retry_seconds: float = 30.0
     calm_rounds: int = 60
     calm_utilization: float = 0.4

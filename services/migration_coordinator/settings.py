@@ -54,7 +54,7 @@ class CoordinatorSettings(RuntimeSettings, frozen=True, kw_only=True):
     cooldown_seconds: Annotated[
         float,
         Meta(description="both devices of a move rest for so long; at least twice smoothing-seconds", ge=0),
-    ] = 6.0
+    ] = 4.0
     retry_seconds: Annotated[
         float,
         Meta(description="after a move that was denied or failed, none between these workers begins", ge=0),
