@@ -26,7 +26,7 @@ WORKERS = (
     *("--drain-timeout-seconds", "2"),
 )
 POOLS = "[prefill_worker]\nnum_blocks = {}\n[decode_worker]\nnum_blocks = {}\n"
-PHASE_SECONDS = 35.0
+PHASE_SECONDS = 45.0
 """Some ten of them pass until modules lie where a new load wants them."""
 SKEWED = (
     Phase("long prompts", prompt_tokens=1024, output_tokens=12, seconds=PHASE_SECONDS, num_clients=12),
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def measure_balance(say: Callable[[str], None]) -> list[Figure]:
-    """Less than five minutes."""
+    """Less than six minutes."""
     off = _skewed(OFF, say)
     on = _skewed(ON, say, off.paced_rate)
     crowded_off, crowded_on = (_crowded(switch, say) for switch in (OFF, ON))
