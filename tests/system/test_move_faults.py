@@ -96,8 +96,10 @@ def fragile_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 
 def prompts() -> list[str]:
+    """Their greedy answers are nowhere near a tie (0.018 between the best two tokens at least): who is
+    replayed is computed in other pieces, and letter 4 had a tie of 0.00001."""
     river = "today I walked along the river and saw many birds. "
-    return [f"Letter {i}. Dear friend, " + river * (4 + 4 * (i % 5)) for i in range(NUM_STREAMS)]
+    return [f"Letter {20 + i}. Dear friend, " + river * (4 + 4 * (i % 5)) for i in range(NUM_STREAMS)]
 
 
 @pytest.fixture(scope="module")
