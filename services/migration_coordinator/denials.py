@@ -15,20 +15,19 @@ def denial_of(error: BusError, worker: str) -> MoveDenied:
     """For who asked; `worker` is its name."""
     match error:
         case NoResponders():
-            detail = f"the worker {worker} takes no orders any more: it has just ended, or lost its way"
-            return MoveDenied(reason=DenialReason.UNREACHABLE, detail=f"{detail} to the broker; try again")
+            reason = DenialReason.UNREACHABLE
+            said = "takes no orders any more: it has just ended, or lost its way to the broker; try again"
         case NotConnected():
-            detail = f"the worker {worker} cannot be asked, or its answer was lost: {error}; try again"
-            return MoveDenied(reason=DenialReason.UNREACHABLE, detail=detail)
+            reason = DenialReason.UNREACHABLE
+            said = f"cannot be asked, or its answer was lost: {error}; try again"
         case Overloaded():
-            detail = f"the worker {worker} has too many orders waiting; try again"
-            return MoveDenied(reason=DenialReason.UNREACHABLE, detail=detail)
+            reason, said = DenialReason.UNREACHABLE, "has too many orders waiting; try again"
         case RequestTimedOut():
-            detail = f"the worker {worker} has not answered in time, and may do it still: {LOOK} tells"
-            return MoveDenied(reason=DenialReason.NO_ANSWER, detail=detail)
+            reason = DenialReason.NO_ANSWER
+            said = f"has not answered in time, and may do it still: {LOOK} tells"
         case Undecodable():
-            detail = f"the answer of the worker {worker} is not understood ({error}); {LOOK} tells"
-            return MoveDenied(reason=DenialReason.NO_ANSWER, detail=detail)
+            reason = DenialReason.NO_ANSWER
+            said = f"gave an answer that is not understood ({error}); {LOOK} tells"
         case _:
-            detail = f"the worker {worker} could not answer ({error}); its log says why"
-            return MoveDenied(reason=DenialReason.FAILED, detail=detail)
+            reason, said = DenialReason.FAILED, f"could not answer ({error}); its log says why"
+    return MoveDenied(reason=reason, detail=f"the worker {worker} {said}")
