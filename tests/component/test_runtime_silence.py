@@ -1,7 +1,7 @@
 """Whose silence counts for those who watch who is there."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ async def beat(bus: MemoryBus, presence: Presence) -> None:
 @asynccontextmanager
 async def departures(
     bus: MemoryBus, roster: Roster, *, hears_itself: bool = False
-) -> AsyncIterator[asyncio.Queue[Presence]]:
+) -> AsyncGenerator[asyncio.Queue[Presence]]:
     """Who departs from the roster, which is fed meanwhile; the bus is closed at the end."""
     departed: asyncio.Queue[Presence] = asyncio.Queue()
 
