@@ -158,52 +158,102 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
+    """One tile: its rows, with as many keys as the last of them sees."""
     tile, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_query = tl.load(query_starts + sequence).to(tl.int64)
     num_queries = (tl.load(query_starts + sequence + 1) - first_query).to(tl.int32)
     if tile * ROWS >= num_queries * GROUP:
         return
-    context_len = tl.load(context_lens + sequence)
+    num_before = tl.load(context_lens + sequence) - num_queries
+    last_query = tl.minimum(num_queries - 1, (tile * ROWS + ROWS - 1) // GROUP)
+    num_visible = num_before + last_query + 1
     row = tile * ROWS + tl.arange(0, ROWS)
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
-    position = context_len - num_queries + query
+    token, is_row = first_query + query, query < num_queries
     dim = tl.arange(0, PADDED_DIM)
-    in_head = dim < HEAD_DIM
-    is_row = query < num_queries
-    in_out = is_row[:, None] & in_head[None]
-    q_at = (first_query + query)[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None]
-    queries = tl.load(q + q_at, mask=in_out, other=0.0)
+    inside = is_row[:, None] & (dim < HEAD_DIM)[None]
+    q_at = token[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None]
+    queries = tl.load(q + q_at, mask=inside, other=0.0)
+    top, total, attended = _attend_keys(
+        queries,
+        num_before + query,
+        kv,
+        block_stride,
+        tables + sequence * table_width,
+        kv_head,
+        num_visible,
+        scale_log2,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        KEYS,
+    )
+    seen = tl.where(total == 0.0, 1.0, total)
+    out_at = token[:, None] * out_stride + head[:, None] * HEAD_DIM + dim[None]
+    tl.store(out + out_at, (attended / seen[:, None]).to(out.dtype.element_ty), mask=inside)
+    if lse is not None:
+        tl.store(lse + token * num_heads + head, (top + tl.log2(seen)) * _LN_2, mask=is_row)
 
-    top = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    attended = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    last_query = tl.minimum(num_queries - 1, (tile * ROWS + ROWS - 1) // GROUP)
-    num_visible = context_len - num_queries + last_query + 1
-    for start in range(0, num_visible, KEYS):
+
+@triton.jit
+def _attend_keys(
+    queries,
+    position,
+    kv,
+    block_stride,
+    table,
+    kv_head,
+    num_keys,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """For each row, over the keys up to its position: the highest score, in powers of 2, and relative to it
+    the sum of their weights and of their weighted values."""
+    top = tl.full([queries.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([queries.shape[0]], tl.float32)
+    attended = tl.zeros(queries.shape, tl.float32)
+    dim = tl.arange(0, queries.shape[1])
+    for start in range(0, num_keys, KEYS):
         key = start + tl.arange(0, KEYS)
-        is_key = key < num_visible
-        block = tl.load(tables + sequence * table_width + key // BLOCK_SIZE, mask=is_key, other=0).to(
-            tl.int64
-        )
-        key_at = block * block_stride + (kv_head * 2 * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
-        in_cache = is_key[:, None] & in_head[None]
-        keys = tl.load(kv + key_at[:, None] + dim[None], mask=in_cache, other=0.0)
+        keys, values = _cached(kv, block_stride, table, kv_head, key, num_keys, dim, HEAD_DIM, BLOCK_SIZE)
         # Tensor cores round float32 to 10 bits unless told not to.
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
         scores = tl.where(key[None] <= position[:, None], scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(top - base)
-        values_at = kv + BLOCK_SIZE * HEAD_DIM + key_at[:, None] + dim[None]
-        values = tl.load(values_at, mask=in_cache, other=0.0)
-        total = total * decay + tl.sum(weights, axis=1)
-        attended = attended * decay[:, None]
-        attended += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        top = new_top
+        top, total, attended = _with_keys(top, total, attended, scores, values)
+    return top, total, attended
 
-    seen = tl.where(total == 0.0, 1.0, total)
-    out_at = (first_query + query)[:, None] * out_stride + head[:, None] * HEAD_DIM + dim[None]
-    tl.store(out + out_at, (attended / seen[:, None]).to(out.dtype.element_ty), mask=in_out)
-    if lse is not None:
-        tl.store(lse + (first_query + query) * num_heads + head, (top + tl.log2(seen)) * _LN_2, mask=is_row)
+
+@triton.jit
+def _cached(
+    kv,
+    block_stride,
+    table,
+    kv_head,
+    key,
+    num_keys,
+    dim,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """The keys with these numbers, and their values; zeros from `num_keys` on."""
+    is_key = key < num_keys
+    block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    key_at = block * block_stride + (kv_head * 2 * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
+    inside = is_key[:, None] & (dim < HEAD_DIM)[None]
+    keys = tl.load(kv + key_at[:, None] + dim[None], mask=inside, other=0.0)
+    values = tl.load(kv + BLOCK_SIZE * HEAD_DIM + key_at[:, None] + dim[None], mask=inside, other=0.0)
+    return keys, values
+
+
+@triton.jit
+def _with_keys(top, total, attended, scores, values):
+    """One step of the online softmax: these three with more keys, which have these scores and values."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weights, axis=1)
+    attended = attended * decay[:, None]
+    attended += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_top, total, attended
