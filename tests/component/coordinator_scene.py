@@ -1,7 +1,7 @@
 """Coordinators on the in-memory bus, and workers that are only told of, in virtual time."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -286,7 +286,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def coordinator_scene() -> AsyncIterator[Scene]:
+async def coordinator_scene() -> AsyncGenerator[Scene]:
     scene = Scene()
     try:
         yield scene

@@ -1,7 +1,7 @@
 """A gateway as it really lives, on a bus with a router and workers that do what a test says."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -267,7 +267,7 @@ class Mesh:
 
 
 @asynccontextmanager
-async def running_gateway(gateway_bus: Bus, mesh_bus: Bus, **settings: Any) -> AsyncIterator[Mesh]:
+async def running_gateway(gateway_bus: Bus, mesh_bus: Bus, **settings: Any) -> AsyncGenerator[Mesh]:
     """A gateway with one prefill and one decode worker; afterwards it must end by itself with exit code 0."""
     mesh = Mesh(mesh_bus)
     await mesh.open()

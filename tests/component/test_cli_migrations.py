@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +26,28 @@ from gateway_coordinator import (
     seen,
     told,
 )
-from gateway_mesh import Mesh, running_gateway
+from gateway_mesh import Mesh
+from gateway_moves import ADMIN_KEY
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.migration import CancelMove, DenialReason, MoveDenied, PlanMove
 from libs.bus.messages.presence import WorkerLoad
 from libs.placement.module import heads_of, lent_blocks, whole_layers
 from libs.placement.phases import MovePhase
 from services.cli.__main__ import main
 
-ADMIN_KEY = "adm-one"
 Said = tuple[int, str, str]
 
 
 @pytest.fixture
-async def mesh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Mesh]:
-    broker = MemoryBroker()
-    async with running_gateway(MemoryBus(broker), MemoryBus(broker), admin_key=ADMIN_KEY) as mesh:
-        monkeypatch.setenv("KVMESH_URL", mesh.url)
-        monkeypatch.setenv("KVMESH_STATE_DIR", str(tmp_path))
-        monkeypatch.delenv("KVMESH_ADMIN_KEY", raising=False)
-        (tmp_path / "admin.key").write_text(ADMIN_KEY + "\n")
-        await mesh.bus.publish(told(at_home(PREFILL)))
-        await tell(mesh, told(at_home()))
-        yield mesh
-
-
-@pytest.fixture
-async def coordinator(mesh: Mesh) -> Coordinator:
-    coordinator = Coordinator(mesh.bus)
-    await coordinator.open()
-    return coordinator
+async def mesh(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mesh:
+    """One that a command finds, with its key."""
+    monkeypatch.setenv("KVMESH_URL", mesh.url)
+    monkeypatch.setenv("KVMESH_STATE_DIR", str(tmp_path))
+    monkeypatch.delenv("KVMESH_ADMIN_KEY", raising=False)
+    (tmp_path / "admin.key").write_text(ADMIN_KEY + "\n")
+    await mesh.bus.publish(told(at_home(PREFILL)))
+    await tell(mesh, told(at_home()))
+    return mesh
 
 
 @pytest.fixture
@@ -176,6 +167,45 @@ async def test_who_stops_waiting_is_told_what_goes_on_and_how_to_cancel_it(
     assert line.startswith("move m1 goes on without this command")
     assert "kvmesh migrate --cancel m1" in line
     assert not any(isinstance(asked, CancelMove) for asked in coordinator.asked)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("placement",), ("explain",), ("status",), ("migrate", "--list"), ("placement", "--output", "json")],
+    ids=" ".join,
+)
+async def test_a_command_that_nobody_reads_ends_without_a_word(
+    coordinator: Coordinator, words: tuple[str, ...]
+) -> None:
+    coordinator.rounds = [seen(9, candidates=(candidate(),)), seen(8)]
+    coordinator.moves = [done()]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.cli", *words, stdout=write_end, stderr=PIPE
+    )
+    os.close(write_end)
+    _, said = await command.communicate()
+    assert (command.returncode, said) == (141, b"")
+
+
+async def test_a_move_whose_reader_has_gone_goes_on_and_it_is_said_how_to_cancel_it(
+    coordinator: Coordinator,
+) -> None:
+    coordinator.moves = [record(host_name="prefill-0", instance_name="decode-0")]
+    words = ("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
+    read_end, write_end = os.pipe()
+    command = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.cli", *words, stdout=write_end, stderr=PIPE
+    )
+    os.close(write_end)
+    assert (await asyncio.to_thread(os.read, read_end, 100)).startswith(b"move m1: layers 20-29")
+    os.close(read_end)
+    coordinator.moves = [done()]
+    _, said = await command.communicate()
+    assert command.returncode == 141
+    assert said.startswith(b"move m1 goes on without this command")
+    assert said.count(b"\n") == 1
 
 
 async def test_a_refusal_is_one_line(coordinator: Coordinator, kvmesh: Callable[..., Any]) -> None:

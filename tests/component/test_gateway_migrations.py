@@ -1,6 +1,5 @@
 """Moves and placements over HTTP, a coordinator and workers answering on the bus."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -20,11 +19,9 @@ from gateway_coordinator import (
     seen,
     told,
 )
-from gateway_mesh import Mesh, running_gateway
+from gateway_mesh import Mesh
 from gateway_moves import ADMIN_KEY, LAYERS, MIGRATIONS, ask, error_of, start, tell_placement
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.migration import (
     CancelMove,
     DenialReason,
@@ -41,21 +38,6 @@ from libs.placement.phases import MovePhase
 from services.gateway.settings import GatewaySettings
 
 API_KEY = "sk-one"
-
-
-@pytest.fixture
-async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
-    broker = MemoryBroker()
-    settings = {"admin_key": ADMIN_KEY, **getattr(request, "param", {})}
-    async with running_gateway(MemoryBus(broker), MemoryBus(broker), **settings) as mesh:
-        yield mesh
-
-
-@pytest.fixture
-async def coordinator(mesh: Mesh) -> Coordinator:
-    coordinator = Coordinator(mesh.bus)
-    await coordinator.open()
-    return coordinator
 
 
 def with_settings(**settings: Any) -> pytest.MarkDecorator:

@@ -1,31 +1,13 @@
 """Moves that cannot begin or cannot be cancelled, as clients see it: which status, which code, what to do."""
 
-from collections.abc import AsyncIterator
-
 import msgspec
 import pytest
 from gateway_coordinator import Coordinator, at_home, done, record, told
-from gateway_mesh import Mesh, running_gateway
-from gateway_moves import ADMIN_KEY, LAYERS, MIGRATIONS, ask, error_of, start, tell_placement
+from gateway_mesh import Mesh
+from gateway_moves import LAYERS, MIGRATIONS, ask, error_of, start, tell_placement
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.migration import DenialReason, MoveDenied, MoveTold
 from libs.bus.messages.presence import ServiceState
-
-
-@pytest.fixture
-async def mesh() -> AsyncIterator[Mesh]:
-    broker = MemoryBroker()
-    async with running_gateway(MemoryBus(broker), MemoryBus(broker), admin_key=ADMIN_KEY) as mesh:
-        yield mesh
-
-
-@pytest.fixture
-async def coordinator(mesh: Mesh) -> Coordinator:
-    coordinator = Coordinator(mesh.bus)
-    await coordinator.open()
-    return coordinator
 
 
 @pytest.mark.parametrize("param", ["instance", "host"])
