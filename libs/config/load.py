@@ -13,6 +13,7 @@ from libs.config.errors import BadSetting, HelpAsked, MissingSetting, SettingsEr
 from libs.config.fields import Setting, settings_of
 from libs.config.help import help_text
 from libs.config.known import KNOWN_FIELDS
+from libs.config.reader import ending_with_its_reader
 from libs.config.sources import Given, from_environment, from_file, from_flags
 
 EXIT_BAD_SETTINGS = 2
@@ -91,7 +92,8 @@ def load_settings_or_exit(
             service_name,
         )
     except HelpAsked as help_asked:
-        print(help_asked)
+        with ending_with_its_reader():
+            print(help_asked)
         raise SystemExit(0) from None
     except SettingsError as error:
         exit_for(error, service_name)

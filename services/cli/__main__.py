@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 
+from libs.config.reader import ending_with_its_reader
 from services.cli.admin_key import find_admin_key
 from services.cli.arguments import BadCommand, move_asked, new_parser
 from services.cli.chat import answer_once, converse, opening
@@ -21,10 +22,16 @@ from services.cli.status import show_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 for an error of the mesh, 2 for a bad command, 130 and 143 by signals."""
+    """Returns the exit code: 0, 1 for an error of the mesh, 2 for a bad command, 130 and 143 by signals; ends
+    with 141 where nobody reads what it says any more."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["up"]:
         os.execv(sys.executable, [sys.executable, "-m", "services.up", *words[1:]])
+    with ending_with_its_reader():
+        return _obey(words)
+
+
+def _obey(words: Sequence[str]) -> int:
     options = new_parser().parse_args(words)
     if options.command == "version":
         print(f"kvmesh {version('kvmesh')}")
@@ -41,9 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as interrupt:
         return exit_code_of(interrupt)
-    except BrokenPipeError:  # `kvmesh chat ... | head`: the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     finally:
         gateway.close()
     return 0

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.text import Text
+
+from services.cli.console import ReadConsole
 
 _WIDTH = 80
 
@@ -18,7 +19,7 @@ def show_explanation(told: dict[str, Any], *, as_json: bool, out: TextIO) -> Non
     if as_json:
         out.write(json.dumps(told, ensure_ascii=False) + "\n")
         return
-    console = Console(file=out, highlight=False, markup=False, width=_WIDTH)
+    console = ReadConsole(file=out, highlight=False, markup=False, width=_WIDTH)
     mode = "it moves modules by itself" if told["is_automatic"] else "it only watches, modules move by hand"
     console.print(Text(f"{told['leader']} leads; {mode}", "bold"), soft_wrap=True)
     rounds = list(reversed(told.get("rounds") or []))

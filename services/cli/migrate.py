@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.text import Text
 
+from services.cli.console import ReadConsole
 from services.cli.gateway import Gateway, GatewayError
 from services.cli.placement import size_words
 
@@ -33,7 +33,7 @@ def start_move(gateway: Gateway, asked: dict[str, Any], *, waits: bool, as_json:
         return
     try:
         record = follow_move(gateway, accepted["id"], out=None if as_json else out)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):
         print(_goes_on_words(accepted["id"]), file=sys.stderr)
         raise
     except GatewayError as error:
@@ -59,7 +59,7 @@ def follow_move(
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
     """The record of the move when it is over; each phase is told to `out` as it ends."""
-    console = Console(file=out, highlight=False, markup=False, quiet=out is None)
+    console = ReadConsole(file=out, highlight=False, markup=False, quiet=out is None)
     record = gateway.migration(move_id)
     console.print(f"move {record['id']}: {move_words(record)}", soft_wrap=True)
     told: set[str] = set()
@@ -88,7 +88,7 @@ def show_moves(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
     if not moves:
         out.write("There was no move yet.\n")
         return
-    console = Console(file=out, highlight=False, markup=False)
+    console = ReadConsole(file=out, highlight=False, markup=False)
     for move in moves:
         style = {"done": "green", "failed": "red"}.get(move["phase"], "yellow")
         started = time.strftime("%H:%M:%S", time.localtime(move["started_unix_seconds"]))

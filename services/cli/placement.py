@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from services.cli.console import ReadConsole
 from services.cli.letters import Letters
 
 PIPE_WIDTH = 100
@@ -24,7 +24,7 @@ def show_placement(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
         out.write(json.dumps(told, ensure_ascii=False) + "\n")
         return
     instances = told.get("instances") or []
-    console = Console(file=out, highlight=False, markup=False, width=None if out.isatty() else PIPE_WIDTH)
+    console = ReadConsole(file=out, highlight=False, markup=False, width=None if out.isatty() else PIPE_WIDTH)
     if not instances:
         console.print("No worker has told its placement yet.")
         return
@@ -55,7 +55,7 @@ def _legend(letters: Letters) -> Text:
     return legend
 
 
-def _show_instance(console: Console, instance: dict[str, Any], letters: Letters) -> None:
+def _show_instance(console: ReadConsole, instance: dict[str, Any], letters: Letters) -> None:
     name, capacity = instance["name"], instance["capacity"]
     title = Text.assemble((name, f"bold {letters.colour(name)}"), f"  epoch {instance['epoch']}")
     if instance["state"] != "ready":

@@ -3,8 +3,9 @@
 import json
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.table import Table
+
+from services.cli.console import ReadConsole
 
 _COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow"}
 
@@ -33,7 +34,7 @@ def show_status(mesh: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
         table.add_row(str(service.get("name", "?")), coloured, *load_cells(service.get("load")), *facts)
     if any((totals := mesh.get("totals") or {}).values()):
         table.add_row("[bold]all[/]", "", *load_cells(totals))
-    console = Console(file=out, highlight=False, width=None if out.isatty() else _PIPE_WIDTH)
+    console = ReadConsole(file=out, highlight=False, width=None if out.isatty() else _PIPE_WIDTH)
     console.print(table)
     tiers = [(service, tier) for service in mesh.get("services", []) for tier in _tiers(service)]
     if tiers:

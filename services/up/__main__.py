@@ -6,21 +6,24 @@ import sys
 
 from libs.config.errors import HelpAsked, SettingsError
 from libs.config.load import EXIT_BAD_SETTINGS
+from libs.config.reader import ending_with_its_reader
 from services.up.preflight import NotStartable
 from services.up.prepare import prepare
 from services.up.start import start
 
 
 def main() -> int:
-    """Returns the exit code: 0 ended as asked, 2 not startable, 130 killed by a second Ctrl-C."""
-    try:
-        return asyncio.run(start(prepare(sys.argv[1:], os.environ)))
-    except HelpAsked as asked:
-        print(asked)
-        return 0
-    except (SettingsError, NotStartable) as error:
-        print(f"up: {error}", file=sys.stderr)
-        return EXIT_BAD_SETTINGS
+    """Returns the exit code: 0 ended as asked, 2 not startable, 130 killed by a second Ctrl-C; ends with 141
+    where nobody reads what it says any more."""
+    with ending_with_its_reader():
+        try:
+            return asyncio.run(start(prepare(sys.argv[1:], os.environ)))
+        except HelpAsked as asked:
+            print(asked)
+            return 0
+        except (SettingsError, NotStartable) as error:
+            print(f"up: {error}", file=sys.stderr)
+            return EXIT_BAD_SETTINGS
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a person sees: lasting lines, and on a terminal also what each service is busy with while it loads."""
 
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -32,19 +33,23 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """Lines only, for files and pipes."""
+    """Lines only, for files and pipes. `on_reader_gone` is called when nobody reads them any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_reader_gone: Callable[[], None]) -> None:
+        self._on_reader_gone = on_reader_gone
         self._busy: dict[str, str] = {}
 
     def line(self, name: str, said: str, *, style: str = "") -> None:
         """Style is for terminals."""
         del style
-        print(f"{name:<{_NAME_WIDTH}} {said}", flush=True)
+        self.text(f"{name:<{_NAME_WIDTH}} {said}")
 
     def text(self, text: str) -> None:
         """As it is, never wrapped: it may be pasted."""
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            self._on_reader_gone()
 
     def busy(self, name: str, detail: str) -> None:
         """Each new detail is a line; percentages only every twenty."""
@@ -94,9 +99,11 @@ class TerminalDisplay:
         self._live.stop()
 
 
-def new_display() -> Display:
+def new_display(on_reader_gone: Callable[[], None]) -> Display:
     """For people where standard output is a terminal, else plain lines."""
-    return TerminalDisplay(Console(highlight=False)) if sys.stdout.isatty() else PlainDisplay()
+    if sys.stdout.isatty():
+        return TerminalDisplay(Console(highlight=False))
+    return PlainDisplay(on_reader_gone)
 
 
 def _without_small_steps(detail: str) -> str:

@@ -22,16 +22,17 @@ _LEAVE_SECONDS = 5.0
 async def start(prepared: Prepared) -> int:
     """Returns the exit code: 0 as asked, 2 bad settings, 130 killed by a second Ctrl-C."""
     log_dir = prepared.state_dir / "logs"
-    display = new_display()
+    unread = asyncio.Event()
+    display = new_display(unread.set)
     with (log_dir / "up.log").open("w", encoding="utf-8") as log, prepared.lock:
         configure_logs("up", "up", "", log_format="json", stream=log)
         try:
-            return await _run(prepared, display)
+            return await _run(prepared, display, unread)
         finally:
             display.close()
 
 
-async def _run(prepared: Prepared, display: Display) -> int:
+async def _run(prepared: Prepared, display: Display, unread: asyncio.Event) -> int:
     settings, log_dir = prepared.settings, prepared.state_dir / "logs"
     programs = [_program(child) for child in prepared.children]
     nats_url = settings.nats_server
@@ -53,13 +54,23 @@ async def _run(prepared: Prepared, display: Display) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, mesh.ask_stop)
     async with asyncio.TaskGroup() as group:
-        side = group.create_task(_accompany(prepared, mesh, display, nats_url), name="watch")
+        sides = [
+            group.create_task(_accompany(prepared, mesh, display, nats_url), name="watch"),
+            group.create_task(_stop_when(unread, mesh), name="unread"),
+        ]
         exit_code = await mesh.run()
         display.close()
         # Everything has ended; a library that swallows this cancellation must not keep us.
         end_at_latest_after(_LEAVE_SECONDS, exit_code)
-        side.cancel()
+        for side in sides:
+            side.cancel()
     return exit_code
+
+
+async def _stop_when(unread: asyncio.Event, mesh: Mesh) -> None:
+    """Nobody reads what is said any more: as Ctrl-C once."""
+    await unread.wait()
+    mesh.ask_stop()
 
 
 def _program(child: Child) -> Program:

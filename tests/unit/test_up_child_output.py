@@ -71,7 +71,7 @@ def test_a_log_goes_on_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_plain_progress_is_a_line_per_step_not_per_percent(capsys: pytest.CaptureFixture[str]) -> None:
-    display = PlainDisplay()
+    display = PlainDisplay(lambda: None)
     for percent in range(0, 101, 5):
         display.busy("decode-0", f"loading weights {percent}%")
     display.busy("decode-0", "")

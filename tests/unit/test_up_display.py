@@ -9,7 +9,7 @@ from services.up.display import PlainDisplay, TerminalDisplay, new_display
 
 
 def test_without_a_terminal_there_are_only_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    display = new_display()
+    display = new_display(lambda: None)
     assert isinstance(display, PlainDisplay)
     display.line("router", "ready")
     display.text("as [it] is")
