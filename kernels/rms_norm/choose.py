@@ -8,6 +8,7 @@ import torch
 from kernels.native.native_library import native_library
 from kernels.rms_norm import reference
 from kernels.rms_norm.cpu import NativeRmsNorm
+from kernels.triton_available import has_triton
 
 
 class RmsNorm(Protocol):
@@ -42,6 +43,10 @@ def add_rms_norm(
 @functools.cache
 def choose_rms_norm(is_cuda: bool) -> RmsNorm:
     """The fastest implementation that runs here."""
+    if is_cuda and has_triton():
+        from kernels.rms_norm import triton_kernel
+
+        return triton_kernel
     if is_cuda or (library := native_library()) is None:
         return reference
     return NativeRmsNorm(library)

@@ -8,6 +8,7 @@ import torch
 from kernels.native.native_library import native_library
 from kernels.rotary import reference
 from kernels.rotary.cpu import NativeRotary
+from kernels.triton_available import has_triton
 
 
 class RotaryEmbedding(Protocol):
@@ -30,6 +31,10 @@ def rotate_(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
 @functools.cache
 def choose_rotary(is_cuda: bool) -> RotaryEmbedding:
     """The fastest implementation that runs here."""
+    if is_cuda and has_triton():
+        from kernels.rotary import triton_kernel
+
+        return triton_kernel
     if is_cuda or (library := native_library()) is None:
         return reference
     return NativeRotary(library)

@@ -8,6 +8,7 @@ import torch
 from kernels.native.native_library import native_library
 from kernels.swiglu import reference
 from kernels.swiglu.cpu import NativeSwiglu
+from kernels.triton_available import has_triton
 
 
 class Swiglu(Protocol):
@@ -26,6 +27,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def choose_swiglu(is_cuda: bool) -> Swiglu:
     """The fastest implementation that runs here."""
+    if is_cuda and has_triton():
+        from kernels.swiglu import triton_kernel
+
+        return triton_kernel
     if is_cuda or (library := native_library()) is None:
         return reference
     return NativeSwiglu(library)
