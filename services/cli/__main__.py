@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 from libs.config.reader import ending_with_its_reader
 from services.cli.admin_key import find_admin_key
-from services.cli.arguments import BadCommand, move_asked, new_parser
+from services.cli.arguments import BadCommand, check_alone, move_asked, new_parser
 from services.cli.chat import answer_once, converse, opening
 from services.cli.explain import show_explanation
 from services.cli.gateway import ChatRequest, Gateway, GatewayError
@@ -70,9 +70,11 @@ def _run(gateway: Gateway, options: argparse.Namespace) -> None:
 
 
 def _migrate(gateway: Gateway, options: argparse.Namespace, *, as_json: bool) -> None:
+    if options.list or options.cancel is not None:
+        check_alone(options)
     if options.list:
         show_moves(gateway.migrations(), as_json=as_json, out=sys.stdout)
-    elif options.cancel:
+    elif options.cancel is not None:
         cancelled = gateway.cancel_migration(options.cancel)
         print(json.dumps(cancelled) if as_json else f"move {cancelled['id']} is rolled back")
     else:

@@ -36,12 +36,13 @@ def new_parser() -> argparse.ArgumentParser:
 
 def move_asked(options: argparse.Namespace) -> dict[str, Any]:
     """The body of POST /v1/mesh/migrations. Raises BadCommand."""
-    if not options.instance:
-        raise BadCommand("which instance? kvmesh migrate INSTANCE --to HOST --layers 20:30 (or --list)")
     is_return = options.return_of is not None
+    if not options.instance and not is_return:
+        raise BadCommand("which instance? kvmesh migrate INSTANCE --to HOST --layers 20:30 (or --list)")
     ways = [options.layers or options.heads, options.tokens, is_return]
     if sum(map(bool, ways)) != 1:
-        raise BadCommand("give one of --layers, --heads, --tokens, --return")
+        several = ", not several" if any(ways) else ""
+        raise BadCommand(f"give one of --layers, --heads (of --layers), --tokens, --return{several}")
     if bool(options.to) == is_return:
         raise BadCommand("--return needs no --to" if is_return else "where to? give --to HOST")
     asked = {
@@ -56,6 +57,14 @@ def move_asked(options: argparse.Namespace) -> dict[str, Any]:
         "expected_epoch": options.expected_epoch,
     }
     return {name: value for name, value in asked.items() if value is not None}
+
+
+def check_alone(options: argparse.Namespace) -> None:
+    """--list and --cancel say nothing of a module. Raises BadCommand."""
+    flag = "--list" if options.list else "--cancel MOVE_ID"
+    asked = (options.to, options.layers, options.heads, options.return_of, options.blocks, options.kind)
+    if options.instance or options.tokens or any(one is not None for one in (*asked, options.expected_epoch)):
+        raise BadCommand(f"{flag} goes alone, without an instance and without what a move is asked for by")
 
 
 def _shared() -> argparse.ArgumentParser:
@@ -96,8 +105,12 @@ def _add_migrate(migrate: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text!r}")
     return number
 
 

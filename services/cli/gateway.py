@@ -199,5 +199,8 @@ def _refusal(response: httpx.Response) -> GatewayError:
     except (ValueError, KeyError, TypeError, AttributeError):
         said, code = response.text[:200].strip() or response.reason_phrase, None
     if code == "invalid_admin_key":
-        said = "the admin key is needed: --admin-key or $KVMESH_ADMIN_KEY (`kvmesh up` keeps it in admin.key)"
+        said = (
+            "the admin key is needed: --admin-key or $KVMESH_ADMIN_KEY (`kvmesh up` keeps it in admin.key of "
+            "its state folder, where it is found if $KVMESH_STATE_DIR names the folder)"
+        )
     return GatewayError(f"{said} (HTTP {response.status_code})")

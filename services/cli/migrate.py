@@ -28,7 +28,11 @@ def start_move(gateway: Gateway, asked: dict[str, Any], *, waits: bool, as_json:
         print("the move may have begun; kvmesh migrate --list tells", file=sys.stderr)
         raise
     if not waits:
-        said = json.dumps(accepted) if as_json else f"move {accepted['id']} begins; kvmesh migrate --list"
+        said = (
+            json.dumps(accepted)
+            if as_json
+            else f"move {accepted['id']} begins; kvmesh migrate --list tells how far it is"
+        )
         out.write(said + "\n")
         return
     try:

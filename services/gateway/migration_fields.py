@@ -20,7 +20,13 @@ WorkerName = Annotated[str, Meta(min_length=1, max_length=256)]
 class MigrationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A module that is to move: `layers`, `kv_heads`, `tokens` to a `host`, or `return_of` home."""
 
-    instance: Annotated[WorkerName, Meta(description="its home: a worker's name or incarnation")]
+    instance: (
+        Annotated[
+            WorkerName,
+            Meta(description="its home: a worker's name or incarnation; return_of alone tells it, too"),
+        ]
+        | None
+    ) = None
     host: Annotated[WorkerName, Meta(description="where it goes: name or incarnation")] | None = None
     layers: (
         Annotated[tuple[Layer, Layer], Meta(description="first and end; the end is not among them")] | None
@@ -45,7 +51,9 @@ class MigrationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         ]
         | None
     ) = None
-    return_of: Annotated[str, Meta(description="the move that brought away what comes home")] | None = None
+    return_of: (
+        Annotated[str, Meta(description="the move that brought away what comes home", min_length=1)] | None
+    ) = None
     kind: (
         Annotated[
             Literal["migrate", "offload"],
@@ -80,6 +88,10 @@ def check_shape(asked: MigrationRequest) -> None:
         raise BadRequest(
             "num_blocks is for modules that leave; leave it out with return_of", param="num_blocks"
         )
+    _check_workers(asked)
+
+
+def _check_workers(asked: MigrationRequest) -> None:
     if (asked.host is None) != (asked.return_of is not None):
         said = (
             "return_of brings a module home from where it is; leave host out"
@@ -87,10 +99,14 @@ def check_shape(asked: MigrationRequest) -> None:
             else "host is missing: name the worker that the module moves to"
         )
         raise BadRequest(said, param="host")
+    if asked.instance is None and asked.return_of is None:
+        said = "instance is missing: name the worker that is the module's home"
+        raise BadRequest(said, param="instance")
 
 
 def plan_of(asked: MigrationRequest, *, instance: str, host: str, num_layers: int) -> PlanMove:
-    """The move by the incarnations of home and host; `num_layers` are the instance's."""
+    """The move by the incarnations of home and host; `num_layers` are the instance's. Of a return home and
+    layers may be left to the coordinator: empty, 0."""
     return PlanMove(
         instance=instance,
         module=_module(asked, num_layers),

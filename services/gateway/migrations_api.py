@@ -15,6 +15,7 @@ from libs.bus.messages.migration import (
     ListMoves,
     MoveDenied,
     MoveRecord,
+    PlanMove,
 )
 from libs.bus.messages.presence import Presence, ServiceState
 from libs.bus.port import Bus
@@ -63,21 +64,27 @@ class MigrationsApi:
         """Begin a move. 202 with its id; how it goes on is told at its address."""
         asked = await read_json(request, _decoder, max_bytes=self._max_body_bytes)
         check_shape(asked)
-        home = self._worker(asked.instance, "instance")
-        host = self._worker(asked.host, "host").incarnation if asked.host is not None else ""
-        if host == home.incarnation:
-            said = f"{home.name} is the home of this instance already; choose another worker as host"
-            raise BadRequest(said, param="host")
-        num_layers = self._num_layers(home)
-        plan = plan_of(asked, instance=home.incarnation, host=host, num_layers=num_layers)
-        answer = await ask_coordinator(self._bus, plan)
+        answer = await ask_coordinator(self._bus, self._plan(asked))
         if isinstance(answer, MoveDenied):
-            raise _refusal(answer, module_param(asked))
+            raise _refusal(answer, asked)
         return _json(
             {"id": answer.move_id, "epoch": answer.epoch},
             202,
             {"location": f"{MIGRATIONS_PATH}/{answer.move_id}"},
         )
+
+    def _plan(self, asked: MigrationRequest) -> PlanMove:
+        if asked.host is None:  # it comes home: what is where the coordinator knows
+            named = asked.instance
+            whose = self._worker(named, "instance").incarnation if named is not None else ""
+            return plan_of(asked, instance=whose, host="", num_layers=0)
+        home = self._worker(asked.instance or "", "instance")
+        host = self._worker(asked.host, "host")
+        if host.incarnation == home.incarnation:
+            said = f"{home.name} is the home of this instance already; choose another worker as host"
+            raise BadRequest(said, param="host")
+        num_layers = self._num_layers(home)
+        return plan_of(asked, instance=home.incarnation, host=host.incarnation, num_layers=num_layers)
 
     async def moves(self, _request: Request) -> Response:
         """Moves under way and past, the newest first."""
@@ -153,8 +160,9 @@ class MigrationsApi:
             said = f"the broker is away, and no worker {name!r} was known before; try again when it is back"
             raise Unavailable(said, code="no_coordinator", retry_after_seconds=RETRY_SECONDS)
         if not workers:
-            said = f"there is no worker {name!r}; GET /v1/mesh/placement lists those there are"
-            raise NotFound(said, param=param, code="worker_not_found")
+            look = "GET /v1/mesh/placement (kvmesh placement)"
+            said = f"there is no worker {name!r}; {look} lists those there are"
+            raise NotFound(said, param=param, code=_NOT_FOUND_CODES[param].value)
         return workers[0]
 
     def _num_layers(self, home: Presence) -> int:
@@ -166,16 +174,33 @@ class MigrationsApi:
         return num_layers
 
 
-def _refusal(denied: MoveDenied, param: str) -> ApiError:
+_NOT_FOUND_CODES = {
+    "instance": DenialReason.INSTANCE_NOT_FOUND,
+    "host": DenialReason.WORKER_NOT_FOUND,
+}
+
+
+def _refusal(denied: MoveDenied, asked: MigrationRequest) -> ApiError:
     if (error := no_answer_error(denied)) is not None:
         return error
     match denied.reason:
+        case DenialReason.INSTANCE_NOT_FOUND as reason:
+            return NotFound(_just_left_words(asked.instance), param="instance", code=reason.value)
+        case DenialReason.WORKER_NOT_FOUND as reason:
+            return NotFound(_just_left_words(asked.host), param="host", code=reason.value)
         case DenialReason.NOT_FOUND:
-            return NotFound(denied.detail, param=param, code="module_not_found")
+            return NotFound(denied.detail, param=module_param(asked), code="module_not_found")
         case DenialReason.INVALID:
-            return BadRequest(denied.detail, param=param, code="invalid_move")
+            return BadRequest(denied.detail, param=module_param(asked), code="invalid_move")
         case reason:
             return Conflict(denied.detail, code=reason.value, epoch=denied.epoch)
+
+
+def _just_left_words(name: str | None) -> str:
+    """Of a worker that this gateway knows, and who is asked does not: they speak of it by its incarnation."""
+    return (
+        f"the worker {name!r} has just left, or has just come; look at GET /v1/mesh/placement and try again"
+    )
 
 
 def _json(document: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

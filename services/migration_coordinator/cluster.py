@@ -6,7 +6,7 @@ from libs.balancing.mesh_view import Device, MeshView, Role, UnderWay
 from libs.bus.messages.migration import PlacementTold
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.cost.migration import shape_of
-from libs.placement.placement import Placement
+from libs.placement.placement import Placed, Placement
 
 WORKERS = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
 
@@ -54,6 +54,14 @@ class Cluster:
         """Of its own instance, as it told."""
         told = self._told.get(worker)
         return told.placement if told else None
+
+    def away(self) -> list[tuple[Presence, Placed]]:
+        """Every module that is away from its home, with its home."""
+        return [
+            (self._members[home], placed)
+            for home, told in self._told.items()
+            for placed in told.placement.placed
+        ]
 
     def name(self, worker: str) -> str:
         """For people; the incarnation where nobody is there any more."""

@@ -48,7 +48,7 @@ def order_by_hand(
     plan: PlanMove, move_id: str, cluster: Cluster, under_way: Sequence[MoveRecord], rules: Rules, now: float
 ) -> Order:
     """Raises Denied. The epoch is compared here already; the home compares it again."""
-    home = _found(plan.instance, cluster)
+    home = _home_of(plan, cluster)
     placement = cluster.placement(home.incarnation)
     _check_ready(home, placement)
     if placement is None:
@@ -63,7 +63,7 @@ def order_by_hand(
         )
     _check_budget(home, under_way, rules, placement.epoch)
     if plan.returned_move_id:
-        placed = _placed(placement, plan, home)
+        placed = _placed(placement, plan, home, cluster)
         return _order(move_id, home.incarnation, placement, placed.worker, cluster, rules, now, placed=placed)
     host = _host_for(plan, home, placement, cluster)
     return _order(
@@ -86,7 +86,7 @@ def order_of_loop(
     """Raises Denied where its worker has gone meanwhile."""
     placement = cluster.placement(decision.instance)
     if placement is None:
-        raise Denied(DenialReason.NOT_FOUND, f"the worker {decision.instance} is gone")
+        raise Denied(DenialReason.INSTANCE_NOT_FOUND, f"the worker {decision.instance} is gone")
     home, host = decision.instance, decision.host
     if isinstance(decision, BringHome):
         placed = placement.get(decision.move_id)
@@ -108,11 +108,30 @@ def order_of_loop(
     )
 
 
-def _found(who: str, cluster: Cluster) -> Presence:
+def _home_of(plan: PlanMove, cluster: Cluster) -> Presence:
+    """The one that is named, else the one whose module it is."""
+    if plan.instance:
+        return _found(plan.instance, cluster, DenialReason.INSTANCE_NOT_FOUND)
+    move_id = plan.returned_move_id
+    if not move_id:
+        raise Denied(DenialReason.INVALID, "name the instance whose module goes away")
+    homes = [home for home, placed in cluster.away() if placed.move_id == move_id]
+    if len(homes) == 1:
+        return homes[0]
+    if homes:
+        names = ", ".join(home.name for home in homes)
+        detail = f"move {move_id!r} brought away modules of {names}; name the instance, too"
+        raise Denied(DenialReason.INVALID, detail)
+    away = ", ".join(f"{placed.move_id} (of {home.name})" for home, placed in cluster.away())
+    detail = f"no module that move {move_id!r} brought away is away; " + (
+        f"what is away was brought there by {away}" if away else "every module is at home"
+    )
+    raise Denied(DenialReason.NOT_FOUND, detail)
+
+
+def _found(who: str, cluster: Cluster, missing: DenialReason) -> Presence:
     if (worker := cluster.find(who)) is None:
-        raise Denied(
-            DenialReason.NOT_FOUND, f"there is no worker {who!r}; kvmesh status lists those there are"
-        )
+        raise Denied(missing, f"there is no worker {who!r}; kvmesh status lists those there are")
     return worker
 
 
@@ -131,12 +150,14 @@ def _check_budget(home: Presence, under_way: Sequence[MoveRecord], rules: Rules,
         raise Denied(DenialReason.BUSY, detail, epoch)
 
 
-def _placed(placement: Placement, plan: PlanMove, home: Presence) -> Placed:
+def _placed(placement: Placement, plan: PlanMove, home: Presence, cluster: Cluster) -> Placed:
     if plan.module is not None or plan.host:
         raise Denied(DenialReason.INVALID, "a module goes away or comes home, not both", placement.epoch)
     placed = placement.get(plan.returned_move_id)
     if placed is None:
         detail = nothing_away_words(placement, plan.returned_move_id)
+        others = [one.name for one, away in cluster.away() if away.move_id == plan.returned_move_id]
+        detail += f"; that move brought away a module of {others[0]}" if others else ""
         raise Denied(DenialReason.NOT_FOUND, f"{home.name}: {detail}", placement.epoch)
     return placed
 
@@ -147,7 +168,7 @@ def _host_for(plan: PlanMove, home: Presence, placement: Placement, cluster: Clu
 
     if plan.module is None:
         raise refuse("name the module that goes away, or the move whose module is to come home")
-    host = _found(plan.host, cluster)
+    host = _found(plan.host, cluster, DenialReason.WORKER_NOT_FOUND)
     if host.incarnation == home.incarnation:
         raise refuse(f"{home.name} is the module's home already; choose another worker as host")
     _check_ready(host, placement)

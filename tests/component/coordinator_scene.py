@@ -260,7 +260,7 @@ class Scene:
     def ask(self, question: Request[Any]) -> Awaitable[Any]:
         return self.asker.request(question, timeout_seconds=10)
 
-    async def plan(self, instance: str, host: str = "", **fields: Any) -> MoveAccepted | MoveDenied:
+    async def plan(self, instance: str = "", host: str = "", **fields: Any) -> MoveAccepted | MoveDenied:
         if host:
             fields = {"module": ONE_HEAD, **fields}
         answer: MoveAccepted | MoveDenied = await self.ask(PlanMove(instance=instance, host=host, **fields))

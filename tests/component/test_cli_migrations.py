@@ -114,7 +114,11 @@ async def test_each_way_to_ask_asks_for_what_it_says(
         assert "move m1 begins" in out
         assert coordinator.asked.pop() == PlanMove(instance=DECODE, host=PREFILL, **meant)
     assert (await kvmesh("migrate", "decode-0", "--return", "m0"))[0] == 0
-    assert coordinator.asked == [PlanMove(instance=DECODE, returned_move_id="m0")]
+    assert (await kvmesh("migrate", "--return", "m0"))[0] == 0
+    assert coordinator.asked == [
+        PlanMove(instance=DECODE, returned_move_id="m0"),
+        PlanMove(returned_move_id="m0"),
+    ]
 
 
 async def test_a_move_that_is_waited_for_is_told_phase_by_phase(

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from coordinator_scene import ONE_HEAD, coordinator_scene, module_of
+from coordinator_scene import ONE_HEAD, ToldWorker, coordinator_scene, module_of
 
 from libs.bus.messages.migration import (
     CancelMove,
@@ -20,6 +20,7 @@ from libs.bus.messages.migration import (
 from libs.bus.messages.presence import ServiceKind
 from libs.placement.module import heads_of, whole_layers
 from libs.placement.phases import MovePhase
+from libs.placement.placement import Placed
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -49,8 +50,10 @@ def test_a_move_by_hand_goes_to_the_home_and_its_end_is_remembered(run_virtually
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        ({"instance": "nobody", "host": "decode-1"}, DenialReason.NOT_FOUND),
-        ({"instance": "decode-0", "host": "nobody"}, DenialReason.NOT_FOUND),
+        ({"instance": "nobody", "host": "decode-1"}, DenialReason.INSTANCE_NOT_FOUND),
+        ({"instance": "decode-0", "host": "nobody"}, DenialReason.WORKER_NOT_FOUND),
+        ({"host": "decode-1", "module": whole_layers(0, 1)}, DenialReason.INVALID),
+        ({"returned_move_id": "never"}, DenialReason.NOT_FOUND),
         ({"instance": "decode-0", "host": "decode-0"}, DenialReason.INVALID),
         ({"instance": "decode-0", "host": "decode-1", "expected_epoch": 7}, DenialReason.STALE_EPOCH),
         ({"instance": "decode-0", "host": "decode-1", "with_weights": True}, DenialReason.INVALID),
@@ -77,6 +80,57 @@ def test_what_cannot_begin_is_denied_before_anybody_is_asked(
             assert denied.detail
             assert not home.started
             assert (await scene.ask(ListMoves())).moves == ()
+
+    run_virtually(scenario())
+
+
+def test_a_module_comes_home_to_whose_it_is_by_its_move_alone(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, other, _ = await scene.pair()
+            accepted = await scene.plan("decode-0", "decode-1")
+            await home.end(accepted.move_id)
+            back = await scene.plan(returned_move_id=accepted.move_id)
+            assert isinstance(back, MoveAccepted)
+            assert home.started[-1].returned_move_id == accepted.move_id
+            assert not other.started
+
+    run_virtually(scenario())
+
+
+def test_of_what_cannot_come_home_it_is_told_what_can_and_whose_it_is(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, other, _ = await scene.pair()
+            at_home = await scene.plan(returned_move_id="m9")
+            assert at_home.detail == "no module that move 'm9' brought away is away; every module is at home"
+            ids: list[str] = []
+            for one, host in ((home, "decode-1"), (other, "decode-0")):
+                accepted = await scene.plan(one.name, host)
+                await one.end(accepted.move_id)
+                ids.append(accepted.move_id)
+            unknown = await scene.plan(returned_move_id="m9")
+            assert unknown.detail.endswith(
+                f"what is away was brought there by {ids[0]} (of decode-0), {ids[1]} (of decode-1)"
+            )
+            mistaken = await scene.plan("decode-0", returned_move_id=ids[1])
+            assert mistaken.reason is DenialReason.NOT_FOUND
+            assert mistaken.detail.endswith("that move brought away a module of decode-1")
+
+    run_virtually(scenario())
+
+
+def test_of_a_move_that_several_homes_name_the_instance_is_to_be_named(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            for one, host in zip(await scene.pair(), ("decode-1-i", "decode-0-i"), strict=False):
+                assert isinstance(one, ToldWorker)
+                one.placement = one.placement.with_module(Placed(move_id="m", module=ONE_HEAD, worker=host))
+            await asyncio.sleep(1)
+            denied = await scene.plan(returned_move_id="m")
+            assert denied.reason is DenialReason.INVALID
+            assert "decode-0, decode-1; name the instance" in denied.detail
+            assert isinstance(await scene.plan("decode-1", returned_move_id="m"), MoveAccepted)
 
     run_virtually(scenario())
 

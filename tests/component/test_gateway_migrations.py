@@ -110,6 +110,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"expected_epoch": 2**64}, "expected_epoch"),
     ({"expected_epoch": "1"}, "expected_epoch"),
     ({"instance": None}, "instance"),
+    ({"instance": ""}, "instance"),
+    ({"instance": None, "layers": None, "host": None, "return_of": ""}, "return_of"),
     ({"speed": 9}, "speed"),
 ]
 

@@ -15,8 +15,29 @@ async def test_an_unknown_worker_is_404_by_name(mesh: Mesh, coordinator: Coordin
     answer = await start(mesh, **{**LAYERS, param: "decode-9"})
     assert answer.status_code == 404
     assert error_of(answer)["param"] == param
-    assert "decode-9" in error_of(answer)["message"]
+    assert error_of(answer)["code"] == {"instance": "instance_not_found", "host": "worker_not_found"}[param]
+    assert "'decode-9'" in error_of(answer)["message"]
     assert coordinator.asked == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "param", "name"),
+    [
+        (DenialReason.INSTANCE_NOT_FOUND, "instance", "'decode-0'"),
+        (DenialReason.WORKER_NOT_FOUND, "host", "'prefill-0'"),
+        (DenialReason.NOT_FOUND, "layers", "the module"),
+    ],
+)
+async def test_of_what_the_coordinator_does_not_know_it_is_told_what_it_is_and_its_name(
+    mesh: Mesh, coordinator: Coordinator, reason: DenialReason, param: str, name: str
+) -> None:
+    await tell_placement(mesh, told(at_home()))
+    coordinator.answer = MoveDenied(reason=reason, detail="the module or 0123456789abcdef is not known")
+    answer = await start(mesh, **LAYERS)
+    error = error_of(answer)
+    code = "module_not_found" if reason is DenialReason.NOT_FOUND else reason.value
+    assert (answer.status_code, error["param"], error["code"]) == (404, param, code)
+    assert name in error["message"]
 
 
 @pytest.mark.parametrize("state", [ServiceState.STARTING, ServiceState.DRAINING])
@@ -56,7 +77,7 @@ DENIALS = {
 }
 
 
-@pytest.mark.parametrize("reason", DenialReason)
+@pytest.mark.parametrize("reason", DENIALS)
 async def test_the_coordinators_no_is_told_with_the_present_epoch(
     mesh: Mesh, coordinator: Coordinator, reason: DenialReason
 ) -> None:
@@ -84,7 +105,7 @@ CANCEL_DENIALS = {
 }
 
 
-@pytest.mark.parametrize("reason", DenialReason)
+@pytest.mark.parametrize("reason", DENIALS)
 async def test_cancelling_is_404_for_unknown_moves_alone(
     mesh: Mesh, coordinator: Coordinator, reason: DenialReason
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from libs.bus.messages.migration import Rounds
 from libs.placement.phases import MovePhase
+from services.cli.__main__ import main
 from services.cli.admin_key import find_admin_key
 from services.cli.arguments import BadCommand, move_asked, new_parser
 from services.cli.explain import show_explanation
@@ -30,6 +31,7 @@ def asked(*words: str) -> dict[str, Any]:
 def test_only_what_was_typed_is_asked() -> None:
     assert asked("d", "--to", "p", "--layers", "0:3") == {"instance": "d", "host": "p", "layers": [0, 3]}
     assert asked("d", "--return", "m") == {"instance": "d", "return_of": "m"}
+    assert asked("--return", "m") == {"return_of": "m"}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,7 @@ def test_only_what_was_typed_is_asked() -> None:
         ("d", "--to", "p", "--tokens", "--heads", "1"),
         ("d", "--to", "p", "--return", "m"),
         ("d", "--return", "m", "--tokens"),
+        ("--return", "m", "--to", "p"),
     ],
 )
 def test_words_that_make_no_move_are_refused(words: tuple[str, ...]) -> None:
@@ -54,7 +57,7 @@ def test_words_that_make_no_move_are_refused(words: tuple[str, ...]) -> None:
     [
         ("--layers", "3"), ("--layers", "3:3"), ("--layers", "a:b"), ("--layers", "-1:3"),
         ("--heads", "1,,2"), ("--heads", ""), ("--heads", "x"),
-        ("--blocks", "0"), ("--kind", "copy"), ("--list", "--cancel", "m"),
+        ("--blocks", "0"), ("--blocks", "many"), ("--kind", "copy"), ("--list", "--cancel", "m"),
     ],
 )  # fmt: skip
 def test_values_that_are_none_end_the_command(
@@ -62,7 +65,22 @@ def test_values_that_are_none_end_the_command(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         asked("d", "--to", "p", *flags)
-    assert flags[0] in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert flags[0] in said
+    assert "invalid _" not in said, "functions have no names for people"
+
+
+@pytest.mark.parametrize("alone", [("--list",), ("--cancel", "m")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [("d",), ("--to", "p"), ("--layers", "0:3"), ("--tokens",), ("--expected-epoch", "0")],
+    ids=" ".join,
+)
+def test_what_concerns_no_module_is_refused_beside_one(
+    alone: tuple[str, ...], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["migrate", *words, *alone, "--url", "http://127.0.0.1:9"]) == 2
+    assert capsys.readouterr().err.startswith(f"kvmesh: {alone[0]}")
 
 
 @pytest.mark.parametrize(

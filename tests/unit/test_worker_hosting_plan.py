@@ -139,7 +139,7 @@ def test_modules_that_cannot_leave_are_invalid(module: Module) -> None:
 @pytest.mark.parametrize(
     ("host", "why"),
     [
-        (None, DenialReason.NOT_FOUND),
+        (None, DenialReason.WORKER_NOT_FOUND),
         (present(state=ServiceState.DRAINING), DenialReason.DRAINING),
         (present(state=ServiceState.STARTING), DenialReason.NOT_READY),
         (present(hosting_address=""), DenialReason.INVALID),

@@ -69,7 +69,12 @@ class DenialReason(Enum):
     STALE_EPOCH = "stale_epoch"
     """The placement is another than the asker knew."""
     INVALID = "invalid"
+    INSTANCE_NOT_FOUND = "instance_not_found"
+    """Nobody knows the worker that is to be the home."""
+    WORKER_NOT_FOUND = "worker_not_found"
+    """Nobody knows the worker that is to be the host."""
     NOT_FOUND = "not_found"
+    """Of the module that is to come home, or of the move."""
     BUSY = "busy"
     """This instance, or the coordinator's budget, has a move under way."""
     DRAINING = "draining"
@@ -168,7 +173,8 @@ class PlanMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, ta
 
     subject: ClassVar[str] = "kvmesh.coordinator.plan_move"
     answer: ClassVar[object] = MoveAccepted | MoveDenied
-    instance: str
+    instance: str = ""
+    """Empty: the one whose module `returned_move_id` names."""
     module: Module | None = None
     returned_move_id: str = ""
     host: str = ""

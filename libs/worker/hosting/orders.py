@@ -71,7 +71,10 @@ def _why_no_host(worker: str, standing: Standing, host: Presence | None) -> tupl
     if worker == standing.placement.home:
         return DenialReason.INVALID, "a module cannot move to the worker that is its home"
     if host is None:
-        return DenialReason.NOT_FOUND, f"the home knows no worker {worker!r}; it may have left just now"
+        return (
+            DenialReason.WORKER_NOT_FOUND,
+            f"the home knows no worker {worker!r}; it may have left just now",
+        )
     if (why := why_not_ready(host)) is not None:
         return why
     if not host.hosting_address:
