@@ -144,13 +144,18 @@ def _size_words(record: dict[str, Any]) -> str:
 
 def _result_words(record: dict[str, Any]) -> str:
     home = record["instance_name"] or record["instance"]
-    return f"done in {_took(record)}; {home}: {_blocks_words(record)} KV blocks, epoch {record['epoch']}"
+    blocks = _blocks_words(record) or "its KV blocks are not known"
+    return f"done in {_took(record)}; {home}: {blocks}, epoch {record['epoch']}"
 
 
 def _blocks_words(record: dict[str, Any]) -> str:
+    """Empty where they are not known, or not yet."""
     before, after = record["num_blocks_before"], record["num_blocks_after"]
-    change = f" ({after / before - 1:+.0%})" if before and after else ""
-    return f"{before} -> {after}{change}"
+    if not before or not after:
+        return ""
+    if before == after:
+        return f"{after} KV blocks as before"
+    return f"{before} -> {after} ({after / before - 1:+.0%}) KV blocks"
 
 
 def _took(record: dict[str, Any]) -> str:
@@ -166,8 +171,8 @@ def _list_figures(move: dict[str, Any]) -> Iterator[str]:
         yield f"pause {1000 * move['pause_seconds']:.1f} ms"
     if move["num_kv_bytes"] or move["num_weight_bytes"]:
         yield _size_words(move)
-    if move["phase"] == "done":
-        yield f"{_blocks_words(move)} KV blocks"
+    if blocks := _blocks_words(move):
+        yield blocks
     if move["reason"]:
         yield move["reason"]
 

@@ -52,7 +52,7 @@ async def test_metrics_and_placements_tell_of_a_move() -> None:
         streams = await scene.begin(2, 60)
         away = await scene.away(whole_layers(1, 3))
         home, host = scene.home, scene.host
-        assert home.gauge("kvmesh_migrations_total", outcome="done") == 1
+        await scene.mesh.until(lambda: home.gauge("kvmesh_migrations_total", outcome="done") == 1)
         assert home.gauge("kvmesh_migration_bytes_total", what="kv") == away.num_kv_bytes
         assert home.gauge("kvmesh_migration_phase_seconds_count", phase="copying") == 1
         assert home.gauge("kvmesh_placement_epoch") == 1
@@ -116,6 +116,7 @@ async def test_a_host_without_room_fails_the_move_and_nothing_else() -> None:
         record = await scene.move(whole_layers(0, 2))
         assert record.phase is MovePhase.FAILED
         assert "blocks" in record.error
+        assert record.num_blocks_after == record.num_blocks_before == 256
         await scene.check(streams)
         await scene.until_nothing_is_left()
 
@@ -195,6 +196,7 @@ async def test_a_move_that_is_cancelled_leaves_everything_as_it_was(
         if record.phase is MovePhase.FAILED:
             assert isinstance(answer, MoveAccepted)
             assert record.error == "it was cancelled"
+            assert record.num_blocks_after == record.num_blocks_before
             assert scene.placement == before
         else:  # it was faster
             assert phase is MovePhase.CATCHING_UP
@@ -234,6 +236,7 @@ async def test_a_move_that_has_not_switched_by_its_deadline_is_rolled_back() -> 
         record = await scene.move(heads_of(0, 3, (1,)), deadline_seconds=0.3)
         assert record.phase is MovePhase.FAILED
         assert "deadline" in record.error
+        assert record.num_blocks_after == record.num_blocks_before == 256
         await scene.check(streams)
         await scene.until_nothing_is_left()
 

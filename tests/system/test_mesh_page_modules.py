@@ -240,9 +240,12 @@ def test_a_move_that_is_rolled_back_says_why_as_text(scene: Scene, page: Page) -
     scene.tell(MoveTold(move=record(MovePhase.ROLLING_BACK, **facts)))
     see(page, "!!document.querySelector('#under-way [data-back=true]')", "it is rolled back")
     ended = time.time()
-    scene.tell(MoveTold(move=record(MovePhase.FAILED, error=evil, ended_unix_seconds=ended, **facts)))
+    facts |= {"ended_unix_seconds": ended, "num_blocks_before": 800, "num_blocks_after": 800}
+    scene.tell(MoveTold(move=record(MovePhase.FAILED, error=evil, **facts)))
     line = "document.querySelector('#ended [data-id=live-2]')"
-    assert "✕ rolled back" in see(page, f"{line} && {line}.innerText", "it has failed")
+    said = see(page, f"{line} && {line}.innerText", "it has failed").replace("\u00a0", " ")
+    assert "✕ rolled back" in said
+    assert "800 blocks as before" in said
     assert page.ask(f"{line}.querySelector('.error').textContent") == evil
     assert page.ask("document.querySelectorAll('img').length") == 0
 

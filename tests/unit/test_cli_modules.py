@@ -280,9 +280,10 @@ def test_how_far_a_move_is_is_told_as_soon_as_it_is_known() -> None:
 
 def test_a_move_home_is_told_as_such() -> None:
     out = io.StringIO()
-    back = done(is_return=True, instance_name="decode-0", host_name="prefill-0", num_blocks_before=0)
+    back = done(is_return=True, instance_name="decode-0", host_name="prefill-0", num_blocks_before=None)
     follow_move(Course(back), "m1", out=out)  # type: ignore[arg-type]  # it asks for moves alone
     assert out.getvalue().startswith("move m1: layers 20-29 of decode-0 home from prefill-0\n")
+    assert "its KV blocks are not known" in out.getvalue()
 
 
 def test_who_stops_waiting_is_told_that_the_move_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

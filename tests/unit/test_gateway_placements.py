@@ -160,6 +160,11 @@ def test_a_move_tells_its_kind_and_the_names_that_are_known(facts: dict[str, Any
     assert move_document(record(instance_name="was"), {DECODE: "is"})["instance_name"] == "was"
 
 
+def test_blocks_that_are_not_known_are_null() -> None:
+    moving = move_document(record(num_blocks_before=800), {})
+    assert (moving["num_blocks_before"], moving["num_blocks_after"]) == (800, None)
+
+
 def presence(name: str = "decode-0", incarnation: str = DECODE) -> Presence:
     return Presence(
         kind=ServiceKind.DECODE_WORKER,

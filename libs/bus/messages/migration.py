@@ -51,9 +51,10 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Delta rounds before the switch."""
     pause_seconds: float = 0.0
     """How long the switch kept the home from its steps."""
-    num_blocks_before: int = 0
-    num_blocks_after: int = 0
-    """Capacity of the home's KV pool."""
+    num_blocks_before: int | None = None
+    num_blocks_after: int | None = None
+    """Capacity of the home's KV pool when the move began, and from its switch on or after it was rolled back.
+    None: not known yet, or never, as of a move whose home left."""
 
 
 class MoveAccepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):

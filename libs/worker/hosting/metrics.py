@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from libs.bus.messages.migration import Hosted, MoveRecord
+from libs.placement.phases import MovePhase
 
 _PHASE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -63,5 +64,5 @@ class MoveMetrics:
         self.migrations.labels(record.phase.value).inc()
         for phase, seconds in record.phase_seconds.items():
             self.phase_seconds.labels(phase).observe(seconds)
-        if record.num_blocks_after:
+        if record.phase is MovePhase.DONE:
             self.pause_seconds.observe(record.pause_seconds)

@@ -181,6 +181,8 @@ class Move:
         ended = time.time() if is_over(phase) else 0.0
         if not ended:
             self._phase_span = start_span(f"move.{phase.value}", self._span.traceparent)
+        if phase is MovePhase.FAILED:
+            self.record = replace(self.record, num_blocks_after=self._home.num_total_blocks)
         self._progress = replace(self._progress, phase=phase)
         self.record = replace(self.record, phase=phase, phase_seconds=seconds, ended_unix_seconds=ended)
         log.info(

@@ -81,16 +81,21 @@ function drawEnded(line, move) {
   setText(time, at.toLocaleTimeString());
   setText(line.querySelector(".name"), titleOf(move));
   const { num_blocks_before: before, num_blocks_after: after } = move;
-  const change = before && after ? ` (${after >= before ? "+" : "−"}${percent(Math.abs(after / before - 1))})` : "";
   const figures = [
     `in ${seconds(move.ended_unix_seconds - move.started_unix_seconds)}`,
     move.pause_seconds ? `pause ${milliseconds(move.pause_seconds)}` : "",
     ...sizeWords(move),
-    isDone && after ? `${count(before)} → ${many(after, "block")}${change}` : "",
+    before && after ? blocksWords(before, after) : "",
     move.reason,
   ];
   setText(line.querySelector(".detail"), figures.filter(Boolean).join(" · "));
   setText(line.querySelector(".error"), move.error);
+}
+
+function blocksWords(before, after) {
+  if (before === after) return `${many(after, "block")} as before`;
+  const change = `${after > before ? "+" : "−"}${percent(Math.abs(after / before - 1))}`;
+  return `${count(before)} → ${many(after, "block")} (${change})`;
 }
 
 /** `loop` null: there is no coordinator. */
