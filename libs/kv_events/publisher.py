@@ -32,7 +32,8 @@ class KvEventPublisher:
     """Used on the event loop. `stored`, `removed` and `cleared` take effect at once and never block.
 
     `held` gives all that is here when a follower asks (see `Holdings`); it may be a coroutine function. Every
-    change that it has seen must have been told here by the time it returns.
+    change that it has seen must have been told here by the time it returns. Its argument is how many names of
+    each tier the follower takes, None for any number: it takes the first.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class KvEventPublisher:
         bus: Bus,
         incarnation: str,
         kind: ServiceKind,
-        held: Callable[[], Holdings | Awaitable[Holdings]],
+        held: Callable[[int | None], Holdings | Awaitable[Holdings]],
         *,
         interval_seconds: float = 0.1,
         beat_seconds: float = BEAT_SECONDS,
@@ -127,7 +128,7 @@ class KvEventPublisher:
             return self._pages.turn(question.page)
         # The number first: what `held` tells may be newer than it, never older.
         sequence = self._log.sequence
-        holdings = self._held()
+        holdings = self._held(question.max_names)
         if inspect.isawaitable(holdings):
             holdings = await holdings
-        return self._pages.begin(holdings, sequence)
+        return self._pages.begin(holdings, sequence, question.max_names)

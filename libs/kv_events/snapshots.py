@@ -34,9 +34,10 @@ class SnapshotPages:
     def __len__(self) -> int:
         return len(self._walks)
 
-    def begin(self, holdings: Holdings, sequence: int) -> KvSnapshotPage:
-        """The first page. All events up to `sequence` were before the first of `holdings`."""
-        parts = _cut(holdings, self._max_bytes)
+    def begin(self, holdings: Holdings, sequence: int, max_names: int | None = None) -> KvSnapshotPage:
+        """The first page. All events up to `sequence` were before the first of `holdings`, of which no more
+        than the first `max_names` of each tier are told."""
+        parts = _cut(_first(holdings, max_names), self._max_bytes)
         return self._page(_Walk(sequence, parts, next(parts, None)))
 
     def turn(self, page: int) -> KvSnapshotPage:
@@ -61,6 +62,17 @@ class SnapshotPages:
         while len(self._walks) > self._max_walks:
             self._walks.popitem(last=False)
         return self._num_pages
+
+
+def _first(holdings: Holdings, max_names: int | None) -> Holdings:
+    """As many of each tier."""
+    if max_names is None:
+        yield from holdings
+        return
+    room = dict.fromkeys(Tier, max_names)
+    for tier, names in holdings:
+        yield tier, names[: room[tier]]
+        room[tier] -= min(room[tier], len(names))
 
 
 def _cut(holdings: Holdings, max_bytes: int) -> Iterator[tuple[Tier, bytes]]:

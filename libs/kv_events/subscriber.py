@@ -113,9 +113,10 @@ class KvSubscriber:
         reader, draft = SnapshotReader(), _draft(publisher)
         self._view.forget(draft)
         while reader.next_page is not None:
-            page = await self._bus.request(
-                KvSnapshot(page=reader.next_page), to=publisher, timeout_seconds=SNAPSHOT_SECONDS
-            )
+            # What the view could not keep would take time to read, and a busy store is caught up with only
+            # while few of its events wait.
+            question = KvSnapshot(page=reader.next_page, max_names=self._view.max_names)
+            page = await self._bus.request(question, to=publisher, timeout_seconds=SNAPSHOT_SECONDS)
             if self._followers.get(publisher) is not follower:
                 return True
             for stored in reader.read(page):

@@ -53,6 +53,11 @@ class KvView:
         return len(self._masks)
 
     @property
+    def max_names(self) -> int:
+        """More are not known at any time."""
+        return self._max_names
+
+    @property
     def holders(self) -> set[str]:
         """Who holds something, or was told to."""
         return {holder for holder, _ in self._slots}

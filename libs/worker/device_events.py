@@ -36,5 +36,5 @@ class DeviceEvents:
         """Answer no more."""
         await self._publisher.close()
 
-    async def _held(self) -> Holdings:
+    async def _held(self, _: int | None) -> Holdings:
         return [(Tier.DEVICE, await self._engine.held_names())]

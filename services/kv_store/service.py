@@ -1,22 +1,23 @@
 """The KV store on the bus: answers `FindPrefix`, heeds `GroupTtls`, tells what is here. Its peers' Links
 carry the blocks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
-from libs.bus.messages.kv_events import Tier
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
 from libs.bus.messages.store import BlocksCorrupt, FindPrefix, GroupTtls, PrefixHeld
 from libs.bus.port import Subscription
 from libs.config.errors import SettingsError
-from libs.kv.block_tree import DISK, MEMORY
+from libs.kv.block_tree import MEMORY
 from libs.kv_events.metrics import watch_publisher
 from libs.kv_events.publisher import KvEventPublisher
+from libs.kv_events.snapshots import Holdings
 from libs.runtime.runtime import Runtime
 from libs.transport.choose import make_transport
 from libs.transport.port import Listener, Transport
 from services.kv_store.disk.errors import FolderUnusable
 from services.kv_store.disk.settings import SMALLEST_CAP_BYTES
+from services.kv_store.holdings import holdings
 from services.kv_store.metrics import KvStoreMetrics
 from services.kv_store.peer import Peer
 from services.kv_store.readings import read_disk, read_memory
@@ -136,9 +137,5 @@ class KvStoreService:
             raise RuntimeError("asked before it is open")
         return self._store.find(question)
 
-    def _held(self) -> Iterator[tuple[Tier, Sequence[bytes]]]:
-        if self._store is None:
-            return
-        for number, tier in ((MEMORY, Tier.DRAM), (DISK, Tier.DISK)):
-            for names in self._store.blocks.tree.members(number):
-                yield tier, names
+    async def _held(self, max_names: int | None) -> Holdings:
+        return [] if self._store is None else await holdings(self._store.blocks.tree, max_names)

@@ -1,7 +1,7 @@
 """Publisher and subscriber over a bus that breaks: what one holds, the other knows."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ class Holder:
             self.bus,
             self.incarnation,
             ServiceKind.KV_STORE,
-            self.all_slowly if self.is_slow else self.all,
+            (lambda _: self.all_slowly()) if self.is_slow else (lambda _: self.all()),
             interval_seconds=0.01,
             beat_seconds=0.05,
             max_waiting_names=2000,
@@ -59,14 +59,14 @@ class Holder:
 
 
 class Mesh:
-    def __init__(self) -> None:
+    def __init__(self, max_names: int = 100_000) -> None:
         self.broker = MemoryBroker()
         self.bus = MemoryBus(self.broker)
-        self.view = KvView(100_000)
+        self.view = KvView(max_names)
         self.subscriber = KvSubscriber(self.bus, self.view)
 
     @asynccontextmanager
-    async def publishing(self, incarnation: str, *, is_slow: bool = False) -> AsyncIterator[Holder]:
+    async def publishing(self, incarnation: str, *, is_slow: bool = False) -> AsyncGenerator[Holder]:
         holder = Holder(incarnation, MemoryBus(self.broker), is_slow=is_slow)
         await holder.publisher.open()
         running = asyncio.create_task(holder.publisher.run())
@@ -93,9 +93,9 @@ class Mesh:
                 await asyncio.sleep(0.005)
 
 
-@pytest.fixture
-async def mesh() -> AsyncIterator[Mesh]:
-    mesh = Mesh()
+@pytest.fixture(params=[100_000])
+async def mesh(request: pytest.FixtureRequest) -> AsyncGenerator[Mesh]:
+    mesh = Mesh(max_names=request.param)
     await mesh.subscriber.open()
     running = asyncio.create_task(mesh.subscriber.run())
     yield mesh
@@ -117,6 +117,18 @@ async def test_what_was_there_before_and_what_changes_after_are_both_known(mesh:
         await mesh.until(lambda: mesh.knows(holder))
         assert mesh.subscriber.num_snapshots_total == 1
         assert mesh.subscriber.num_behind == 0
+
+
+@pytest.mark.parametrize("mesh", [50], indirect=True)
+async def test_a_view_is_not_told_more_than_it_can_hold(mesh: Mesh) -> None:
+    async with mesh.publishing("s0") as holder:
+        holder.store(NAMES)
+        mesh.subscriber.set_publishers(["s0"])
+        await mesh.until(lambda: mesh.subscriber.num_snapshots_total == 1)
+        assert (len(mesh.view), mesh.view.num_forgotten_total) == (50, 0)
+        holder.store([b"new" * 5 + b"!"])
+        await mesh.until(lambda: bool(mesh.view.tiers_of("s0", b"new" * 5 + b"!")))
+        assert mesh.subscriber.num_snapshots_total == 1
 
 
 async def test_events_lost_while_the_follower_was_cut_off_are_made_up_for(mesh: Mesh) -> None:

@@ -24,6 +24,7 @@ class NaiveBlock:
     tiers: set[int] = field(default_factory=set[int])
     num_readers: int = 0
     leased_until: float = 0.0
+    last_use: float = 0.0
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -50,7 +51,7 @@ class TreeMachine(RuleBasedStateMachine):
         except TreeFull:
             assert len(self.held) + len(self.doomed) == self.tree.capacity
             return
-        self.held.setdefault(name(number), NaiveBlock(parent)).tiers.add(tier)
+        self.held.setdefault(name(number), NaiveBlock(parent, last_use=self.now)).tiers.add(tier)
         assert self.tree.name_of(node) == name(number)
 
     @rule(number=st.integers(1, NUM_NAMES))
@@ -64,6 +65,8 @@ class TreeMachine(RuleBasedStateMachine):
         assert [self.tree.name_of(node) for node in nodes] == chain[:expected]
         self.now += 1
         self.tree.touch(nodes, self.now)
+        for touched in chain[:expected]:
+            self.held[touched].last_use = self.now
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -117,7 +120,6 @@ class TreeMachine(RuleBasedStateMachine):
 
     def drop(self, node: int, tier: int, spares_leased: bool) -> None:
         chosen = self.tree.name_of(node)
-        assert self.tree.can_drop(node, tier, self.now, spares_leased=spares_leased)
         assert self.may_go(chosen, tier, spares_leased)
         block = self.held[chosen]
         block.tiers.discard(tier)
@@ -152,6 +154,14 @@ class TreeMachine(RuleBasedStateMachine):
         for tier in TIERS:
             members = {n for part in self.tree.members(tier, piece=3) for n in part}
             assert members == {n for n, block in self.held.items() if tier in block.tiers}
+
+    @invariant()
+    def the_newest_are_those_used_last(self) -> None:
+        for tier in TIERS:
+            uses = {n: block.last_use for n, block in self.held.items() if tier in block.tiers}
+            newest = self.tree.names_of(self.tree.newest(tier, 3))
+            assert len(newest) == len(set(newest))
+            assert [uses[n] for n in newest] == sorted(uses.values(), reverse=True)[:3]
 
     @invariant()
     def a_child_hangs_from_its_parent_wherever_both_are_held(self) -> None:

@@ -195,3 +195,27 @@ def test_pages_that_are_not_kept_any_more_make_none() -> None:
     assert list(reader.read(TOO_LATE)) == []
     assert not reader.is_whole
     assert reader.next_page is None
+
+
+def catch_up(publisher: Publisher, follower: Follower, view: KvView) -> list[KvEvent] | None:
+    """As `KvSubscriber` does, from a publisher that tells of a change with every page."""
+    reader = SnapshotReader()
+    page = publisher.pages.begin(publisher.holdings(), publisher.log.sequence, view.max_names)
+    while True:
+        for stored in reader.read(page):
+            view.fill("draft", stored)
+        publisher.log.stored(Tier.DRAM, [NAMES[0]])
+        assert follower.hear(publisher.message()) == []
+        if reader.next_page is None:
+            return follower.catch_up(reader.sequence or 0)
+        page = publisher.pages.turn(reader.next_page)
+
+
+def test_a_big_store_that_never_rests_is_caught_up_with_by_a_view_that_can_hold_little_of_it() -> None:
+    publisher, follower = Publisher(), Follower(max_kept_names=6)
+    publisher.held = {(tier, name): None for tier in (Tier.DRAM, Tier.DISK) for name in NAMES}
+    publisher.message()
+    assert catch_up(publisher, follower, KvView(1000)) is None
+    view = KvView(2)
+    assert catch_up(publisher, follower, view) == [Stored(Tier.DRAM, NAMES[0])] * 2
+    assert [view.tiers_of("draft", name) for name in NAMES[:3]] == [{Tier.DRAM, Tier.DISK}] * 2 + [set()]

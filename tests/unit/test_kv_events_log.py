@@ -100,23 +100,28 @@ def test_names_of_another_length_are_an_error_of_the_caller() -> None:
         st.tuples(st.sampled_from(list(Tier)), st.lists(st.sampled_from(NAMES), max_size=9)), max_size=8
     ),
     st.integers(1, 5),
+    st.none() | st.integers(0, 20),
 )
-def test_pages_tell_all_that_is_held_and_each_once(
-    holdings: list[tuple[Tier, list[bytes]]], max_names: int
+def test_pages_tell_all_that_is_held_and_asked_for_and_each_once(
+    holdings: list[tuple[Tier, list[bytes]]], page_names: int, max_names: int | None
 ) -> None:
-    pages = SnapshotPages(max_names)
-    page = pages.begin(holdings, 7)
+    pages = SnapshotPages(page_names)
+    page = pages.begin(holdings, 7, max_names)
     told = [page]
     while page.next_page:
         page = pages.turn(page.next_page)
         told.append(page)
     assert all(page.sequence == 7 for page in told)
     assert all(len(stored.names) > 0 for page in told for stored in page.stored)
-    assert all(sum(len(s.names) for s in page.stored) <= 16 * max_names for page in told)
+    assert all(sum(len(s.names) for s in page.stored) <= 16 * page_names for page in told)
     flat = [
         (s.tier, s.names[at : at + 16]) for p in told for s in p.stored for at in range(0, len(s.names), 16)
     ]
-    assert flat == [(tier, name) for tier, names in holdings for name in names]
+    held = [(tier, name) for tier, names in holdings for name in names]
+    places = [sum(tier is earlier for earlier, _ in held[:at]) for at, (tier, _) in enumerate(held)]
+    assert flat == [
+        one for one, place in zip(held, places, strict=True) if max_names is None or place < max_names
+    ]
     assert len(pages) == 0
 
 

@@ -64,8 +64,11 @@ class KvSnapshotPage(msgspec.Struct, frozen=True, kw_only=True, tag="kv_snapshot
 
 class KvSnapshot(Request[KvSnapshotPage], frozen=True, kw_only=True, tag="kv_snapshot"):
     """What do you hold? Pages are asked for one after the other, the first as 0; blocks that move meanwhile
-    are told as events."""
+    are told as events. Who can remember no more than `max_names` says so with the first: of a tier that
+    holds more, those are told that were used last."""
 
     subject: ClassVar[str] = "kvmesh.kv.{to}.snapshot"
     answer: ClassVar[object] = KvSnapshotPage
     page: int = 0
+    max_names: int | None = None
+    """None: any number."""
