@@ -127,6 +127,7 @@ def _capacity_words(capacity: dict[str, Any]) -> str:
     num_blocks, num_used = capacity["num_blocks"], capacity["num_used_blocks"]
     if not num_blocks:
         return "capacity not told yet"
-    of_memory = f" in {size_words(memory)}" if (memory := capacity["kv_memory_bytes"]) else ""
+    of_memory = f" in {size_words(own)}" if (own := capacity["num_own_bytes"]) else ""
     share = f"{num_used / num_blocks:.0%} in use"
-    return f"{num_blocks} KV blocks, {capacity['num_tokens']} tokens{of_memory}; {share}"
+    hosted = f"; {size_words(size)} more for others" if (size := capacity["num_hosted_bytes"]) else ""
+    return f"{num_blocks} KV blocks, {capacity['num_tokens']} tokens{of_memory}; {share}{hosted}"

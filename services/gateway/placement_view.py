@@ -100,8 +100,18 @@ def _capacity(presence: Presence, told: PlacementTold, loads: Loads) -> dict[str
         "num_used_blocks": min(load.num_used_blocks, num_blocks),
         "num_tokens": num_blocks * load.block_size,
         "kv_memory_bytes": presence.kv_memory_bytes,
+        "num_own_bytes": _own_bytes(presence, told.placement, num_blocks),
         "num_hosted_bytes": sum(one.num_bytes for one in told.hosted),
     }
+
+
+def _own_bytes(presence: Presence, placement: Placement, num_blocks: int) -> int:
+    """Of its own blocks as far as they lie here: not what hosts hold of them, nor blocks that they lend."""
+    num_slots = placement.num_layers * placement.num_kv_heads
+    if not num_slots:
+        return 0
+    num_here = max(0, num_blocks - sum(one.num_blocks for one in placement.lent()))
+    return num_here * presence.block_bytes * len(placement.resident_slots()) // num_slots
 
 
 def _layers(placement: Placement, names: Names) -> list[dict[str, Any]]:

@@ -130,12 +130,18 @@ def test_each_worker_has_a_letter_of_its_own_as_long_as_there_are_letters(names:
     assert all(letters.colour(name) for name in names)
 
 
+CAPACITY = {
+    "num_blocks": 0, "num_used_blocks": 0, "num_tokens": 0, "kv_memory_bytes": 0, "num_own_bytes": 0,
+    "num_hosted_bytes": 0,
+}  # fmt: skip
+
+
 def instance(num_layers: int = 4, num_kv_heads: int = 3, **facts: Any) -> dict[str, Any]:
     return {
         "name": "decode-0", "incarnation": "d", "state": "ready", "epoch": 2, "num_layers": num_layers,
         "num_kv_heads": num_kv_heads, "layers": [{"first": 0, "end": num_layers, "worker": "decode-0"}],
         "heads": [], "lent": [], "hosted": [],
-        "capacity": {"num_blocks": 0, "num_used_blocks": 0, "num_tokens": 0, "kv_memory_bytes": 0},
+        "capacity": CAPACITY,
         **facts,
     }  # fmt: skip
 
@@ -168,6 +174,13 @@ def test_blocks_that_are_lent_and_workers_that_drain_are_told() -> None:
     assert "lends 9 blocks to c, 1.0 MiB" in said
     assert "lent blocks at b: 70 (move m3)" in said
     assert "draining" in said
+
+
+def test_a_hosts_own_bytes_and_those_for_others_are_told_apart() -> None:
+    facts = {"num_blocks": 1071, "num_used_blocks": 0, "num_tokens": 17136, "kv_memory_bytes": 1 << 30}
+    capacity = CAPACITY | facts | {"num_own_bytes": 376 << 20, "num_hosted_bytes": 648 << 20}
+    last = picture(instance(capacity=capacity))[-1].strip()
+    assert last == "1071 KV blocks, 17136 tokens in 376.0 MiB; 0% in use; 648.0 MiB more for others"
 
 
 def test_a_model_of_many_layers_is_drawn_in_several_rows_that_fit() -> None:

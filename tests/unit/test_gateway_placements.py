@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from gateway_coordinator import (
     DECODE,
@@ -212,6 +213,28 @@ def test_the_document_tells_the_holder_of_every_layer_and_head(parts: list[Any])
     for part in instance["heads"]:
         at_decode -= {(layer, h) for layer in range(part["first"], part["end"]) for h in part["kv_heads"]}
     assert at_decode == set(placement.resident_slots())
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_blocks", "num_own_bytes"),
+    [
+        (at_home(), 10, 10 * 900),
+        (LAYERS_AWAY, 15, 15 * 600),
+        (HEADS_AWAY, 15, 15 * 600),
+        (at_home().with_module(placed(lent_blocks(NUM_LAYERS), num_blocks=5)), 15, 10 * 900),
+    ],
+    ids=["all at home", "a third of the layers away", "one of three heads away", "five blocks lent"],
+)
+def test_own_bytes_are_those_of_what_lies_at_home_and_guests_count_apart(
+    placement: Placement, num_blocks: int, num_own_bytes: int
+) -> None:
+    placements = Placements()
+    guest = hosted(whole_layers(0, 1), PREFILL)
+    placements.hear(told(placement, num_blocks=num_blocks, hosted=(guest, guest)), 0.0)
+    worker = msgspec.structs.replace(presence(), block_bytes=900)
+    (instance,) = placement_document([worker], placements, Loads(), 0.0)
+    capacity = instance["capacity"]
+    assert (capacity["num_own_bytes"], capacity["num_hosted_bytes"]) == (num_own_bytes, 2 * guest.num_bytes)
 
 
 def test_lent_blocks_and_a_load_that_is_not_told_yet() -> None:
