@@ -62,9 +62,10 @@ class GgufCheckpoint:
             UnsupportedModel: the gguf package cannot dequantise its type.
         """
         place = self._file.tensors[self._names[name]]
-        raw = np.memmap(self._file.path, np.uint8, "r", place.start, (place.num_bytes,))
+        mapped = np.memmap(self._file.path, np.uint8, "r", place.start, (place.num_bytes,))
         try:
-            rows = raw.reshape(*place.shape[:-1], -1)
+            # As a plain array: each of the many views that dequantising takes of a memmap costs Python code.
+            rows = np.asarray(mapped).reshape(*place.shape[:-1], -1)
             values = dequantize(rows, place.kind)
         except NotImplementedError as error:
             raise UnsupportedModel(
