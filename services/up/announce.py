@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shlex
+from pathlib import Path
 
 import httpx
 
@@ -25,8 +26,12 @@ async def wait_gateway_ready(url: str) -> bool:
         return False
 
 
-def invitation(url: str, model: str, *, needs_key: bool) -> str:
-    """What to try first: a curl command that a shell understands as it stands, and the chat command."""
+def invitation(url: str, model: str, *, needs_key: bool, command: str, state_dir: str = "") -> str:
+    """What to try first: a curl command that a shell understands as it stands, and the chat command.
+
+    `command` is how kvmesh is called here. `state_dir` is told where the command would look for the admin key
+    elsewhere.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],
@@ -38,9 +43,25 @@ def invitation(url: str, model: str, *, needs_key: bool) -> str:
         f"curl {url}/v1/chat/completions \\\n"
         f"  -H 'Content-Type: application/json' \\\n{key}"
         f"  -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n\n"
-        f'or: kvmesh chat --url {url} "Why is the sky blue?"\n'
-        f"The mesh at work, live: {url}/mesh"
+        f'or: {command} chat --url {url} "Why is the sky blue?"\n'
+        + (
+            f"To move modules by hand: export KVMESH_STATE_DIR={shlex.quote(state_dir)}\n"
+            if state_dir
+            else ""
+        )
+        + f"The mesh at work, live: {url}/mesh"
     )
+
+
+def cli_command(python: Path, here: Path, on_path: str | None) -> str:
+    """How the command of this installation is called by who stands `here`: by its name where that is what the
+    shell finds (`on_path`), else by its path; where it was not installed, as a module of this `python`."""
+    script = python.with_name("kvmesh")
+    if on_path is not None and Path(on_path) == script:
+        return "kvmesh"
+    if not script.exists():
+        return f"{shlex.quote(str(python))} -m services.cli"
+    return shlex.quote(f"./{script.relative_to(here)}" if script.is_relative_to(here) else str(script))
 
 
 def reachable_url(host: str, port: int) -> str:

@@ -1,19 +1,23 @@
 """Starts what was prepared, and waits for its end."""
 
 import asyncio
+import os
+import shutil
 import signal
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 from libs.runtime.connect import connect_bus
 from libs.runtime.signals import end_at_latest_after
 from libs.telemetry.logs import configure_logs
-from services.up.announce import invitation, reachable_url, wait_gateway_ready
+from services.up.announce import cli_command, invitation, reachable_url, wait_gateway_ready
 from services.up.broker import plan_broker
 from services.up.display import Display, new_display
 from services.up.mesh import Mesh, Program
 from services.up.plan import BROKER, Child
 from services.up.prepare import Prepared
+from services.up.settings import default_state_dir
 from services.up.watch import Watch
 
 _LEAVE_SECONDS = 5.0
@@ -78,6 +82,18 @@ def _program(child: Child) -> Program:
     return Program(child.name, command, child.stage, child.environ)
 
 
+def _invitation(prepared: Prepared, url: str) -> str:
+    settings = prepared.settings
+    is_found = settings.state_dir == (os.environ.get("KVMESH_STATE_DIR") or default_state_dir())
+    return invitation(
+        url,
+        settings.model,
+        needs_key=prepared.needs_key,
+        command=cli_command(Path(sys.executable), Path.cwd(), shutil.which("kvmesh")),
+        state_dir="" if is_found else settings.state_dir,
+    )
+
+
 async def _accompany(prepared: Prepared, mesh: Mesh, display: Display, nats_url: str) -> None:
     """Tell the person how the mesh comes up, and go on watching it."""
     settings = prepared.settings
@@ -94,7 +110,7 @@ async def _accompany(prepared: Prepared, mesh: Mesh, display: Display, nats_url:
             await watch.all_ready.wait()
             url = reachable_url(settings.host, prepared.port)
             if await wait_gateway_ready(url):
-                display.text("\n" + invitation(url, settings.model, needs_key=prepared.needs_key))
+                display.text("\n" + _invitation(prepared, url))
             else:
                 display.line("gateway", f"does not become ready; ask {url}/health why", style="red")
     finally:

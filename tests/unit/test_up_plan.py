@@ -1,12 +1,14 @@
 """What `up` starts, with which flags, and which words of its command line go where."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.bus.messages.presence import ServiceKind
-from services.up.announce import invitation, reachable_url
+from services.up.announce import cli_command, invitation, reachable_url
 from services.up.pass_on import split_flags
 from services.up.plan import WORKERS, Child, children_environment, plan_children, share_threads
 from services.up.prepare import with_admin_key, with_threads
@@ -156,10 +158,36 @@ def test_the_line_to_paste_is_one_shell_command_even_with_quotes_in_the_name() -
     import json
     import shlex
 
-    said = invitation("http://127.0.0.1:80", 'it\'s "big"', needs_key=True)
+    said = invitation("http://127.0.0.1:80", 'it\'s "big"', needs_key=True, command="./bin/kvmesh")
     command = said[said.index("curl ") :].split("\n\n")[0]
     words = shlex.split(command.replace("\\\n", " "))
     assert words[1] == "http://127.0.0.1:80/v1/chat/completions"
     assert json.loads(words[words.index("-d") + 1])["model"] == 'it\'s "big"'
     assert "Authorization: Bearer $KVMESH_API_KEY" in words
-    assert said.splitlines()[-1].endswith(" http://127.0.0.1:80/mesh")
+    assert said.splitlines()[-2:] == [
+        'or: ./bin/kvmesh chat --url http://127.0.0.1:80 "Why is the sky blue?"',
+        "The mesh at work, live: http://127.0.0.1:80/mesh",
+    ]
+
+
+def test_a_state_folder_that_the_command_would_not_find_is_told() -> None:
+    said = invitation("http://h:80", "m", needs_key=False, command="kvmesh", state_dir="/data/my mesh")
+    assert "export KVMESH_STATE_DIR='/data/my mesh'\n" in said
+
+
+@pytest.mark.parametrize("is_installed", [True, False], ids=["installed", "not installed"])
+def test_the_command_told_is_one_that_works_where_the_person_stands(
+    tmp_path: Path, is_installed: bool
+) -> None:
+    python = tmp_path / "my venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    if not is_installed:
+        assert cli_command(python, tmp_path, "/elsewhere/kvmesh") == f"'{python}' -m services.cli"
+        return
+    script = python.with_name("kvmesh")
+    script.touch()
+    assert cli_command(python, tmp_path, str(script)) == "kvmesh"
+    assert cli_command(python, tmp_path, None) == "'./my venv/bin/kvmesh'"
+    assert cli_command(python, python.parent, "/elsewhere/kvmesh") == "./kvmesh"
+    assert cli_command(python, Path("/"), None) == f"'./{str(script)[1:]}'"
+    assert cli_command(python, tmp_path / "deep", None) == f"'{script}'"
