@@ -34,12 +34,17 @@ class Children(Protocol):
 
 
 class Watch:
-    """Presence of the children named, turned into what a person sees."""
+    """Presence of the children named, turned into what a person sees.
+
+    Who is gone is told by the processes themselves. Silence says nothing here: `up` is not present itself,
+    and could not tell a broker that stands still from children that do.
+    """
 
     def __init__(self, children: Children, display: Display, names: Sequence[str]) -> None:
         self._children, self._display = children, display
         self._states: dict[str, ServiceState | None] = dict.fromkeys(names)
-        self._roster = Roster()
+        self._incarnations: dict[int, str] = {}
+        """Of the children that were heard, by process id."""
         self._deaths: asyncio.Queue[int] = asyncio.Queue(_MAX_DEATHS_WAITING)
         self.all_ready = asyncio.Event()
         """Set once every child has been ready at the same time."""
@@ -48,7 +53,7 @@ class Watch:
     async def run(self, bus: Bus) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(watch_roster(bus, self._roster, self._changed))
+            group.create_task(watch_roster(bus, Roster(), self._changed))
             group.create_task(self._strike_off(bus))
 
     def _died(self, name: str, pid: int) -> None:
@@ -60,15 +65,15 @@ class Watch:
 
     async def _strike_off(self, bus: Bus) -> None:
         while True:
-            pid = await self._deaths.get()
-            for presence in self._roster.all():
-                if presence.pid == pid and presence.name in self._states:
-                    with suppress(BusError):  # without a broker it expires by itself
-                        await bus.delete_presence(presence.incarnation)
+            incarnation = self._incarnations.pop(await self._deaths.get(), None)
+            if incarnation is not None:
+                with suppress(BusError):  # without a broker it expires by itself
+                    await bus.delete_presence(incarnation)
 
     def _changed(self, change: RosterChange) -> None:
         for presence in (*change.arrived, *change.updated):
             if presence.name in self._states and self._children.is_ours(presence.name, presence.pid):
+                self._incarnations[presence.pid] = presence.incarnation
                 self._show(presence)
 
     def _show(self, presence: Presence) -> None:

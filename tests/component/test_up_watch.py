@@ -140,6 +140,27 @@ def test_the_dead_are_struck_off_for_everybody_at_once_and_announced_anew_when_b
     run_virtually(story())
 
 
+def test_a_broker_that_stands_still_makes_nobody_gone_and_who_dies_meanwhile_is_struck_off(
+    run_virtually: Run,
+) -> None:
+    async def story() -> None:
+        scene = Scene()
+        onlooker = MemoryBus(scene.broker)
+        incarnation = await scene.tell("decode-0", 2, ServiceState.READY)
+        async with onlooker.watch_presence() as entries:
+            assert (await anext(entries)).key == incarnation
+            await asyncio.sleep(10 * EXPIRY_SECONDS)  # of virtual time, in which nothing is heard of anybody
+            assert scene.said.lines == ["decode-0 ready after 1.5 s"]
+            scene.processes.die("decode-0")
+            gone = await anext(entries)
+            assert (gone.key, gone.value) == (incarnation, None)
+        assert scene.said.lines == ["decode-0 ready after 1.5 s"]
+        await onlooker.close()
+        await scene.close()
+
+    run_virtually(story())
+
+
 def test_a_death_while_the_broker_is_away_is_no_error(run_virtually: Run) -> None:
     async def story() -> None:
         scene = Scene()
