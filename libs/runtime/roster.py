@@ -42,6 +42,8 @@ class Roster:
         self._expiry_seconds = expiry_seconds
         self._present: dict[str, Presence] = {}
         self._heard: dict[str, float] = {}
+        self.excused_at = float("-inf")
+        """When nothing could be heard for the last time, as far as anybody noticed."""
 
     def seen(self, presence: Presence, now: float) -> RosterChange:
         """A heartbeat came in."""
@@ -66,6 +68,7 @@ class Roster:
     def excuse(self, now: float) -> None:
         """Nothing could be heard until now (the broker was away): nobody's silence counts."""
         self._heard = dict.fromkeys(self._heard, now)
+        self.excused_at = now
 
     def hush_seconds(self, now: float) -> float:
         """Since anybody was heard, or excused; 0 while nobody is there."""

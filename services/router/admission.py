@@ -90,7 +90,8 @@ class Admission:
         return ticket, answers
 
     def awoke(self, now: float) -> None:
-        """This router stood still until now: the silence of others was its own. Patience begins anew."""
+        """Until now this router stood still, or could hear nobody: the silence of others was its own.
+        Patience begins anew."""
         self._awake_since = now
 
     def leave(self, number: int) -> None:

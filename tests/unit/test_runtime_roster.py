@@ -53,6 +53,7 @@ def test_the_roster_holds_whoever_was_heard_lately_and_tells_each_change_once(
         elif kind == "excuse":
             heard = dict.fromkeys(heard, now)
             roster.excuse(now)
+            assert roster.excused_at == now
         else:
             now += float(str(subject))
         assert roster.hush_seconds(now) == now - max(heard.values(), default=now)
