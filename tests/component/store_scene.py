@@ -214,7 +214,7 @@ class StoreScene:
         await bus.subscribe(KvEvents, self.events.append)
         self._closers.append(bus.close)
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         """Gauges announce nothing; look again and again."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -130,13 +130,16 @@ async def test_kv_is_written_while_a_step_runs(model: Model) -> None:
 
 
 async def test_closing_fails_what_is_left_and_joins_the_thread(model: Model) -> None:
-    listener = Listener()
-    async with opened(model, listener) as engine:
-        await begin(engine, generation("runs", max_tokens=300))
+    listener, attention = Listener(), GatedAttention()
+    async with opened(model, listener, attention=attention) as engine:
         assert await engine.reserve(generation("held"), whole_prompt=True) is not None
-        await listener.until(lambda: listener.steps)
+        await begin(engine, generation("runs"))
+        await asyncio.to_thread(attention.arrived.wait)
         watching = asyncio.ensure_future(engine.watch())
-        await engine.close()
+        closing = asyncio.ensure_future(engine.close())
+        await asyncio.sleep(0)
+        attention.gate.set()
+        await closing
         await watching
     assert {(one.sequence_id, one.reason) for one in listener.failed} == {
         ("runs", FailureReason.ABORTED),
@@ -203,16 +206,18 @@ async def test_a_step_that_breaks_fails_its_sequences_and_the_engine_lives_on(mo
 async def test_a_thread_that_dies_fails_everything_and_says_so(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener = Listener()
-    async with opened(model, listener) as engine:
-        await begin(engine, generation("a", max_tokens=300))
+    listener, attention = Listener(), GatedAttention()
+    async with opened(model, listener, attention=attention) as engine:
         assert await engine.reserve(generation("b"), whole_prompt=True) is not None
+        await begin(engine, generation("a"))
+        await asyncio.to_thread(attention.arrived.wait)
         watching = asyncio.ensure_future(engine.watch())
 
         def broken(ledger: Ledger, now: float) -> None:
             raise RuntimeError("cannot go on")
 
         monkeypatch.setattr(Ledger, "expire", broken)
+        attention.gate.set()
         with pytest.raises(EngineDied, match="cannot go on"):
             async with asyncio.timeout(WAIT_SECONDS):
                 await watching

@@ -188,7 +188,7 @@ async def test_a_sequence_that_awaits_kv_fails_with_its_host_and_others_are_told
 
 
 async def test_a_host_that_never_answers_is_lost_after_a_while() -> None:
-    async with opened(timeout_seconds=0.3) as pair:
+    async with opened(timeout_seconds=1.5) as pair:
         engine, host, heard = pair.engines["a"], pair.engines["b"], pair.heard["a"]
         is_deaf = False
 
@@ -214,7 +214,7 @@ async def test_a_host_that_never_answers_is_lost_after_a_while() -> None:
         expected = unmoved("gqa", "a")
         await heard.until(partial(has_heard, heard, sum(map(len, expected.values()))))
         assert {one: heard.ids(one) for one in expected} == expected
-        assert "no answer within 0.3 s" in heard.placements[-1][1]
+        assert "no answer within 1.5 s" in heard.placements[-1][1]
 
 
 @pytest.mark.parametrize("is_in_step", [True, False])
@@ -228,7 +228,7 @@ async def test_an_engine_whose_weights_are_lost_ends_and_its_sequences_can_be_re
         module = whole_layers(1, 2)
         await pair.begin("a", "b", module, "m", model_after=made_in_memory.without_layers(module.layers))
         await pair.copy("a", "m")
-        await pair.run("a", generation(prompt_of(20), "runs", max_tokens=200))
+        await pair.run("a", generation(prompt_of(20), "runs", max_tokens=230))
         assert await engine.reserve(generation(prompt_of(20, 1), "waits"), whole_prompt=True) is not None
         await heard.until(lambda: len(heard.ids("runs")) > 2)
         if is_in_step:

@@ -122,7 +122,7 @@ async def test_a_piece_on_its_way_home_is_taken_however_busy_guests_are() -> Non
             (answer, call), host.stalls = host.kept.pop(), False
             assert isinstance(call, ReadBlocks)
             answer.give(torch.zeros(len(call.blocks), 4, 2, SIZE, 16))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 assert (await copying).num_left_blocks == 0
     finally:
         await pair.close()

@@ -236,6 +236,6 @@ async def test_in_debt_kv_is_still_written_between_layers() -> None:
         for _ in range(50):
             assert await engine.write_blocks("awaits", 0, 0, torch.zeros(1, 3, 2, SIZE, 16))
         assert len(heard.steps) - num_steps <= 2 + (time.monotonic() - began) / 0.1
-        assert len(heard.steps) - num_steps < 25
+        assert len(heard.steps) - num_steps < 45  # fewer than writes
         engine.abort("own0")
         engine.abort("awaits")

@@ -98,7 +98,7 @@ async def test_a_prefill_worker_and_a_decode_worker_that_host_for_each_other_end
 async def test_a_home_that_ends_gives_up_what_it_takes_back_from_a_host_that_leaves() -> None:
     async with moving_mesh(**DRAIN, host=DRAIN, move_bandwidth_mib=0.02) as scene:
         await scene.away(heads_of(0, 3, (1,)))
-        streams = await scene.begin(4, 60)
+        streams = await scene.begin(3, 250)
         stopping = asyncio.ensure_future(scene.mesh.stop(scene.host))
         await scene.mesh.until(lambda: any("leave-" in move_id for move_id in scene.told))
         (returning,) = (move_id for move_id in scene.told if "leave-" in move_id)

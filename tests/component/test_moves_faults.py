@@ -83,7 +83,7 @@ async def test_a_home_that_dies_leaves_nothing_at_its_host(phase: MovePhase) -> 
 
 
 async def test_a_home_that_falls_silent_loses_its_modules_when_its_lease_ends() -> None:
-    async with moving_mesh(host={"lease_seconds": 0.5}, lease_seconds=60.0) as scene:
+    async with moving_mesh(host={"lease_seconds": 1.0}, lease_seconds=60.0) as scene:
         streams = await scene.begin(3, 400)
         await scene.away(whole_layers(0, 1))
         await scene.mesh.until(lambda: scene.host.gauge("kvmesh_hosted_modules") == 0)
@@ -92,8 +92,8 @@ async def test_a_home_that_falls_silent_loses_its_modules_when_its_lease_ends() 
 
 
 async def test_a_host_that_does_not_answer_is_lost_after_a_while() -> None:
-    async with moving_mesh(hosting_timeout_seconds=0.5) as scene:
-        streams = await scene.begin(3, 200)
+    async with moving_mesh(hosting_timeout_seconds=1.0) as scene:
+        streams = await scene.begin(3, 300)
         await scene.away(whole_layers(0, 1))
         scene.host.service._engine.hosting.call = lambda guest, call, answer: None
         await scene.mesh.until(lambda: not scene.placement.placed)

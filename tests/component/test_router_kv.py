@@ -70,10 +70,10 @@ async def test_a_prompt_goes_where_its_prefix_is_and_elsewhere_once_that_worker_
     other = await place(gateway, "after", 120, names)
     assert other.prefill in {worker.incarnation for worker in workers} - {holder.incarnation}
     assert decided(router, "local") == before
-    assert router.gauge("kvmesh_router_kv_snapshots_total", result="taken") >= 3
+    await mesh.until(lambda: router.gauge("kvmesh_router_kv_snapshots_total", result="taken") >= 3)
     assert router.gauge("kvmesh_router_forgotten_blocks_total") == 0
     # What the store has is known still; whether fetching it pays is for the costs to say.
-    assert router.gauge("kvmesh_router_num_known_blocks") >= 30
+    await mesh.until(lambda: router.gauge("kvmesh_router_num_known_blocks") >= 30)
 
 
 async def test_what_was_computed_before_the_router_came_is_known_to_it(mesh: WorkersMesh) -> None:
@@ -84,10 +84,12 @@ async def test_what_was_computed_before_the_router_came_is_known_to_it(mesh: Wor
     await gateway.generate(prompt)
     await mesh.stop(first)
     second = await mesh.router("router-1")
-    await mesh.until(lambda: second.gauge("kvmesh_router_num_known_blocks") >= 20)
+    # Decode holds the same blocks, and either may tell of them first.
+    await mesh.until(lambda: second.gauge("kvmesh_router_kv_snapshots_total", result="taken") >= 2)
+    assert second.gauge("kvmesh_router_num_known_blocks") >= 20
     await place(gateway, "again", 80, names_of(worker, prompt))
     assert decided(second, "local") == 1
-    assert second.gauge("kvmesh_router_num_publishers_behind") == 0
+    await mesh.until(lambda: second.gauge("kvmesh_router_num_publishers_behind") == 0)
 
 
 async def test_a_stranger_prompt_is_recomputed_and_its_time_predicted(mesh: WorkersMesh) -> None:
@@ -177,4 +179,4 @@ async def test_a_prompt_for_which_only_the_prefill_pool_is_too_small_is_refused_
     answer = await gateway.bus.request(message, timeout_seconds=20)
     assert isinstance(answer, Refused)
     assert answer.reason.value == "too_long"
-    assert time.monotonic() - asked_at < 2.0
+    assert time.monotonic() - asked_at < 10.0

@@ -82,7 +82,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_answered_then(mesh: Worker
     answer = await ask(gateway, place("r", seconds=0.3))
     assert isinstance(answer, Refused)
     assert answer.reason is RefusalReason.DEADLINE
-    assert 0.25 < time.time() - asked_at < 2
+    assert 0.25 < time.time() - asked_at < 10
 
 
 async def test_room_that_a_report_or_a_withdrawal_frees_goes_to_those_who_wait_in_order(

@@ -46,7 +46,7 @@ async def test_what_memory_gave_up_comes_from_disk_and_is_in_memory_again(
     assert await worker.fetch(names_of(1, 8))
     await scene.until(lambda: store.gauge("store_promoted_blocks_total") == 8)
     assert await worker.held(names_of(1, 8)) == (8, 8)
-    assert store.gauge("store_num_loading_blocks") == 0
+    await scene.until(lambda: store.gauge("store_num_loading_blocks") == 0)
     assert store.gauge("store_used_bytes") == 16 * 4 * 4096
 
 
@@ -198,7 +198,7 @@ async def test_a_damaged_file_is_a_miss_and_the_store_goes_on(scene: StoreScene,
     assert await worker.held(names_of(1, 8)) == (0, 0)
     await put_all(scene, second, worker, 1)
     assert await worker.fetch(names_of(1, 8))
-    assert second.gauge("store_num_loading_blocks") == 0
+    await scene.until(lambda: second.gauge("store_num_loading_blocks") == 0)
 
 
 async def test_a_folder_that_cannot_be_used_ends_the_start_with_a_word(

@@ -191,7 +191,7 @@ async def test_groups_expire_by_their_own_time_and_a_newer_epoch_replaces_all(sc
 
 
 async def test_what_expires_leaves_the_disk_too(scene: StoreScene, tmp_path: Path) -> None:
-    store = await scene.store(disk_mib=64, folder=tmp_path, lease_seconds=0.001, ttl_seconds=0.3)
+    store = await scene.store(disk_mib=64, folder=tmp_path, lease_seconds=0.001, ttl_seconds=1.5)
     worker = await scene.worker(store)
     await worker.put(names_of(1, 4))
     await scene.until(lambda: store.gauge("store_tier_blocks", tier="disk") == 4)

@@ -46,7 +46,7 @@ async def test_dropped_links_fail_what_waits_on_them_at_both_ends(joined: Joined
 
 
 async def test_a_delay_holds_frames_back_and_keeps_their_order(joined: Joined) -> None:
-    joined.network.delay_seconds = 0.05
+    joined.network.delay_seconds = 0.5
     await joined.near.send(b"1", timeout_seconds=SECONDS)
     await joined.near.send(b"2", timeout_seconds=SECONDS)
     with pytest.raises(LinkTimeout):

@@ -52,7 +52,7 @@ async def test_a_link_that_is_cut_fails_what_waits_for_it_and_the_next_request_m
     await seen.wait()
     mesh.network.drop_links()
     for stream in streams:
-        await asyncio.wait_for(stream.end(), 2)
+        await asyncio.wait_for(stream.end(), 10)
         assert stream.failure is FailureReason.PEER_LOST
     await mesh.until_idle()
     may_hand_over = True
@@ -128,7 +128,7 @@ async def test_leases_follow_the_clock_and_frames_of_their_own_sequence(mesh: Wo
 
 async def test_a_reservation_that_nobody_fills_is_freed_when_its_lease_ends(mesh: WorkersMesh) -> None:
     gateway = await mesh.gateway()
-    decode = await mesh.decode(lease_seconds=0.2)
+    decode = await mesh.decode(lease_seconds=1.0)
     stream = gateway.listen(gateway.generation(prompt_of(50)))
     await gateway.reserve(stream.generation, decode.incarnation, "a-prefill-worker-that-never-speaks")
     assert decode.gauge("kvmesh_num_requests_held") == 1
@@ -144,11 +144,11 @@ async def test_a_prompt_that_waits_long_for_its_turn_keeps_its_lease(mesh: Worke
         return gate.wait() if isinstance(header, LayerBlocks) else True
 
     gateway = await mesh.gateway()
-    prefill = await mesh.prefill(wrap=tampering(hold_blocks), lease_seconds=0.3)
-    decode = await mesh.decode(lease_seconds=0.3)
+    prefill = await mesh.prefill(wrap=tampering(hold_blocks), lease_seconds=1.0)
+    decode = await mesh.decode(lease_seconds=1.0)
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
     streams = [await gateway.begin(gateway.generation(prompt_of(30, seed=n)), **where) for n in range(2)]
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(2.5)
     assert not any(stream.ended.is_set() for stream in streams)
     gate.set()
     for stream in streams:
@@ -248,7 +248,7 @@ async def test_a_prefill_worker_that_leaves_before_it_made_a_link_is_not_waited_
     stream = gateway.listen(gateway.generation(prompt_of(50)))
     await gateway.reserve(stream.generation, decode.incarnation, prefill.incarnation)
     await mesh.stop(prefill)
-    await asyncio.wait_for(stream.end(), 5)
+    await asyncio.wait_for(stream.end(), 10)
     assert stream.failure is FailureReason.PEER_LOST
     await mesh.until_idle()
 
@@ -261,11 +261,15 @@ async def test_a_link_to_a_decode_worker_that_left_the_mesh_is_closed(mesh: Work
 
 
 async def test_a_deadline_ends_a_sequence_wherever_it_is(mesh: WorkersMesh) -> None:
-    gateway, prefill, decode = await pair(mesh)
+    skipped_seconds = 0.0
+    gateway, prefill = await mesh.gateway(), await mesh.prefill()
+    decode = await mesh.decode(clock=lambda: time.time() + skipped_seconds)
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
-    awaited = gateway.listen(gateway.generation(prompt_of(9), seconds=0.3))
+    running = await gateway.begin(gateway.generation(prompt_of(9), max_tokens=490, seconds=30.0), **where)
+    await running.until(2)
+    skipped_seconds = 60.0
+    awaited = gateway.listen(gateway.generation(prompt_of(9), seconds=61.0))
     await gateway.reserve(awaited.generation, decode.incarnation, "nobody")
-    running = await gateway.begin(gateway.generation(prompt_of(9), max_tokens=490, seconds=0.1), **where)
     for stream in (awaited, running):
         await stream.end()
         assert stream.failure is FailureReason.DEADLINE
@@ -311,13 +315,13 @@ async def test_kv_from_a_peer_that_was_not_asked_is_not_taken(mesh: WorkersMesh)
 async def test_tokens_made_while_the_broker_is_away_arrive_after_it(mesh: WorkersMesh) -> None:
     gateway, prefill, decode = await pair(mesh)
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
-    stream = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=200), **where)
+    stream = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=480), **where)
     await stream.until(3)
     decode.bus.disconnect()
     await mesh.until(lambda: decode.gauge("kvmesh_num_unsent_deltas") > 50)
     decode.bus.reconnect()
     await stream.end()
-    assert (len(stream.tokens), stream.failure) == (200, None)
+    assert (len(stream.tokens), stream.failure) == (480, None)
     await mesh.until_idle()
 
 

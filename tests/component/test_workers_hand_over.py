@@ -117,9 +117,11 @@ async def test_blocks_that_the_decode_worker_has_are_not_sent_again(mesh: Worker
     prefill, decode = await mesh.prefill(), await mesh.decode()
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
     first = await gateway.generate(prompt_of(41), **where)
+    await mesh.until_idle()
     sent_before = prefill.gauge("kvmesh_kv_transfer_bytes_total", direction="sent")
     longer = prompt_of(41) + first.tokens + prompt_of(6, seed=3)
     second = await gateway.generate(longer, **where)
+    await mesh.until_idle()
     assert second.num_cached_blocks == 12
     sent = prefill.gauge("kvmesh_kv_transfer_bytes_total", direction="sent") - sent_before
     assert sent == sent_before * (14 - 12) / 11
@@ -222,7 +224,7 @@ async def test_a_draining_worker_ends_what_it_has_and_takes_no_more(mesh: Worker
     gateway = await mesh.gateway()
     await mesh.router()
     prefill, decode = await mesh.prefill(), await mesh.decode()
-    stream = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=100))
+    stream = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=480))
     await stream.until(2)
     decode.stop.asked.set()
     await mesh.until(lambda: decode.presence.state.value == "draining")
@@ -230,7 +232,7 @@ async def test_a_draining_worker_ends_what_it_has_and_takes_no_more(mesh: Worker
     assert isinstance(refused, Refused)
     assert refused.reason is RefusalReason.DRAINING
     await stream.end()
-    assert (len(stream.tokens), stream.finish) == (100, FinishReason.LENGTH)
+    assert (len(stream.tokens), stream.finish) == (480, FinishReason.LENGTH)
     assert decode.task is not None
     assert await decode.task == 0
     assert await mesh.stop(prefill) == 0

@@ -109,6 +109,7 @@ async def test_prompts_that_begin_alike_share_one_fetch(mesh: WorkersMesh) -> No
     gate.opened.set()
     for stream in streams:
         assert (await stream.end()).num_cached_tokens == NUM_CACHED
+    await mesh.until_idle()
     assert mesh.hosted["store-0"].gauge("kvmesh_store_fetches_total", result="sent") == 1
     async with Reference() as reference:
         for prompt, stream in zip(prompts, streams, strict=True):
@@ -123,8 +124,8 @@ async def test_prompts_that_begin_alike_share_one_put(mesh: WorkersMesh) -> None
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
     prompts = [[*prompt_of(NUM_TOKENS)[:NUM_CACHED], last] for last in range(1, 6)]
     await asyncio.gather(*(gateway.generate(prompt, **where) for prompt in prompts))
+    await mesh.until(lambda: store.gauge("kvmesh_store_num_blocks") == NUM_CACHED // BLOCK_SIZE)
     await mesh.until_idle()
-    assert store.gauge("kvmesh_store_num_blocks") == NUM_CACHED // BLOCK_SIZE
     sent = prefill.gauge("kvmesh_store_put_blocks_total", result="sent")
     assert sent == NUM_CACHED // BLOCK_SIZE
 
@@ -200,8 +201,8 @@ async def test_a_lost_decode_link_ends_a_prompt_whose_kv_is_on_its_way_at_once(m
     stream = await gateway.begin(gateway.generation(prompt_of(NUM_TOKENS)), **where)
     await gate.reached.wait()
     await mesh.kill(mesh.hosted["decode-1"])
-    await mesh.until(lambda: prefill.gauge("kvmesh_num_requests_held") == 0, seconds=3)
-    await asyncio.wait_for(stream.end(), 5)
+    await mesh.until(lambda: prefill.gauge("kvmesh_num_requests_held") == 0)
+    await asyncio.wait_for(stream.end(), 10)
     gate.opened.set()
     await mesh.until_idle()
 

@@ -55,7 +55,7 @@ async def test_an_idle_worker_answers_and_ends_as_the_other_kind(mesh: WorkersMe
 async def test_a_decode_worker_ends_what_it_has_begun_before_it_becomes_another(mesh: WorkersMesh) -> None:
     gateway, prefill, decode = await mesh.gateway(), await mesh.prefill(), await mesh.decode()
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
-    stream = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=200), **where)
+    stream = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=480), **where)
     await stream.until(2)
     assert isinstance(await order(mesh, decode), MoveAccepted)
     await mesh.until(lambda: decode.presence.state is ServiceState.DRAINING)
@@ -64,7 +64,7 @@ async def test_a_decode_worker_ends_what_it_has_begun_before_it_becomes_another(
     assert isinstance(again, MoveDenied)
     assert again.reason is DenialReason.DRAINING
     await stream.end()
-    assert (len(stream.tokens), stream.failure) == (200, None)
+    assert (len(stream.tokens), stream.failure) == (480, None)
     assert await ended(decode) == "services.prefill_worker"
     assert decode.gauge("kvmesh_role_flips_total") == 1
 
@@ -85,7 +85,7 @@ async def test_a_prefill_worker_runs_the_prompts_it_took_before_it_becomes_anoth
 async def test_a_worker_that_was_asked_to_end_is_not_flipped(mesh: WorkersMesh) -> None:
     gateway, prefill, decode = await mesh.gateway(), await mesh.prefill(), await mesh.decode()
     where = {"prefill": prefill.incarnation, "decode": decode.incarnation}
-    stream = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=200), **where)
+    stream = await gateway.begin(gateway.generation(prompt_of(20), max_tokens=480), **where)
     await stream.until(2)
     decode.stop.asked.set()
     await mesh.until(lambda: decode.presence.state is ServiceState.DRAINING)

@@ -48,12 +48,12 @@ class Stream:
     heard: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def end(self) -> "Stream":
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await self.ended.wait()
         return self
 
     async def until(self, num_tokens: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(self.tokens) < num_tokens and not self.ended.is_set():
                 self.heard.clear()
                 await self.heard.wait()
@@ -109,7 +109,7 @@ class Gateway:
         *,
         output: Sequence[int] = (),
         max_tokens: int = 8,
-        seconds: float = 30.0,
+        seconds: float = 60.0,
         cache_salt: str = "",
         **sampling: Any,
     ) -> Generation:
@@ -142,7 +142,7 @@ class Gateway:
 
     async def reserve(self, generation: Generation, decode: str, prefill: str) -> Reserved | Refused:
         return await self.bus.request(
-            Reserve(generation=generation, prefill=prefill), to=decode, timeout_seconds=5
+            Reserve(generation=generation, prefill=prefill), to=decode, timeout_seconds=20
         )
 
     async def prefill(
@@ -151,7 +151,7 @@ class Gateway:
         message = Prefill(
             generation=generation, decode=decode, link_address=link_address, first_block=first_block
         )
-        return await self.bus.request(message, to=prefill, timeout_seconds=5)
+        return await self.bus.request(message, to=prefill, timeout_seconds=20)
 
     async def place_and_reserve(self, generation: Generation) -> tuple[str, str, Reserved | Refused]:
         while True:

@@ -113,7 +113,9 @@ class WorkersMesh:
         service = PrefillWorkerService(
             made, open_model=self.open_model, open_transport=self.open_transport(wrap)
         )
-        return await self.host(ServiceKind.PREFILL_WORKER, name, made, service)
+        hosted = await self.host(ServiceKind.PREFILL_WORKER, name, made, service)
+        await self.until_linked(hosted, *self.live_stores())
+        return hosted
 
     async def decode(
         self,
@@ -138,7 +140,10 @@ class WorkersMesh:
         service = DecodeWorkerService(
             made, open_model=self.open_model, open_transport=self.open_transport(wrap), clock=clock
         )
-        return await self.host(ServiceKind.DECODE_WORKER, name, made, service)
+        hosted = await self.host(ServiceKind.DECODE_WORKER, name, made, service)
+        if made.store_finished or made.role == "both":
+            await self.until_linked(hosted, *self.live_stores())
+        return hosted
 
     async def store(
         self, name: str = "store-0", *, wrap: WrapTransport | None = None, **settings: Any
@@ -195,13 +200,30 @@ class WorkersMesh:
             await gateway.bus.close()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         """States of several services have no common event; look again and again."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition():  # noqa: ASYNC110 - gauges announce nothing
                     await asyncio.sleep(0.005)
         assert condition()
+
+    def live_stores(self) -> list[Hosted]:
+        return [
+            hosted
+            for hosted in self.hosted.values()
+            if hosted.identity.kind is ServiceKind.KV_STORE and hosted.task and not hosted.task.done()
+        ]
+
+    async def until_linked(self, worker: Hosted, *stores: Hosted) -> None:
+        """Workers are ready before they have met all stores; what is not met costs hits."""
+        peers = worker.service._access.stores._peers.values()
+        await self.until(
+            lambda: (
+                {store.incarnation for store in stores}
+                <= {peer.presence.incarnation for peer in peers if peer._link is not None}
+            )
+        )
 
     async def until_idle(self) -> None:
         """Every gauge that counts something held is back at nothing."""

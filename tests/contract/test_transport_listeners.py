@@ -1,6 +1,7 @@
 """How Links come about, and who gets none, whatever carries them."""
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -156,15 +157,20 @@ async def test_closing_a_listener_ends_accept_and_the_links_that_nobody_took(mes
 
 async def test_an_address_in_use_is_said(mesh: Mesh) -> None:
     server = mesh.transport("s")
-    port = _free_port()
-    await server.listen("127.0.0.1", port)
+    port = await _listen_somewhere(server)
     with pytest.raises(ListenFailed):
         await server.listen("127.0.0.1", port)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+async def _listen_somewhere(transport: Transport) -> int:
+    """The port; one that was free a moment ago may have been taken since."""
+    for _ in range(20):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = int(probe.getsockname()[1])
+        with contextlib.suppress(ListenFailed):
+            await transport.listen("127.0.0.1", port)
+            return port
+    raise AssertionError("no port stayed free")
 
 
 def stranger_to(address: str) -> socket.socket:
@@ -195,20 +201,33 @@ async def test_garbage_at_the_listening_port_harms_nobody(mesh: Mesh) -> None:
     assert server.num_open_links() == 2
 
 
-async def test_strangers_that_say_nothing_are_bounded_in_number_and_cut_off(
+async def silent_strangers(address: str) -> list[socket.socket]:
+    strangers: list[socket.socket] = []
+    for _ in range(MAX_HANDSHAKES):
+        strangers.append(stranger_to(address))
+        await asyncio.sleep(0)
+    return strangers
+
+
+async def test_strangers_that_say_nothing_are_bounded_in_number(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("libs.transport.greeting.HANDSHAKE_SECONDS", 600.0)
+    server, client = mesh.transport("s"), mesh.transport("c")
+    listener = await server.listen("127.0.0.1")
+    strangers = await silent_strangers(listener.address)
+    with pytest.raises(LinkLost, match="hung up"):
+        await client.connect(listener.address, timeout_seconds=SECONDS)
+    for stranger in strangers:
+        stranger.close()
+
+
+async def test_strangers_that_say_nothing_are_cut_off(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("libs.transport.greeting.HANDSHAKE_SECONDS", 0.3)
     server, client = mesh.transport("s"), mesh.transport("c")
     listener = await server.listen("127.0.0.1")
-    strangers: list[socket.socket] = []
-    for _ in range(MAX_HANDSHAKES):
-        strangers.append(stranger_to(listener.address))
-        await asyncio.sleep(0)
-    with pytest.raises(LinkLost, match="hung up"):
-        await client.connect(listener.address, timeout_seconds=SECONDS)
     loop = asyncio.get_running_loop()
-    for stranger in strangers:
+    for stranger in await silent_strangers(listener.address):
         stranger.setblocking(False)
         await asyncio.wait_for(_until_hung_up(loop, stranger), SECONDS)
         stranger.close()
@@ -232,9 +251,10 @@ async def test_a_listener_that_does_not_answer_runs_into_the_deadline(mesh: Mesh
     else:
         template = await mesh.transport("s").listen("127.0.0.1")
         mute = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        mute.bind("\0kvmesh-mute-test")
+        name = f"mute-{os.getpid()}"  # the names of such sockets are the whole machine's
+        mute.bind(f"\0kvmesh-{name}")
         mute.listen()
-        address = template.address.rsplit("/", 1)[0] + "/mute-test"
+        address = f"{template.address.rsplit('/', 1)[0]}/{name}"
     with pytest.raises(LinkTimeout):
         await client.connect(address, timeout_seconds=0.1)
     assert client.num_open_links() == 0

@@ -259,7 +259,7 @@ async def test_what_no_host_sends_ends_the_link() -> None:
 async def test_a_host_that_never_answers_an_ask_is_given_up(scene: Scene) -> None:
     scene.hosting.may_open.clear()
     scene.hosting.answerer = lambda call, answer: None
-    host = await scene.home(timeout_seconds=0.05)
+    host = await scene.home(timeout_seconds=0.3)
     with pytest.raises(HostLost, match="did not answer"):
         await open_one(host)
     with pytest.raises(HostLost, match="did not answer"):
@@ -301,7 +301,7 @@ async def test_a_caller_that_waits_for_room_is_let_go_when_the_link_ends(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_link, "MAX_UNSENT_BYTES", 1000)
-    host = await scene.home(timeout_seconds=0.2)
+    host = await scene.home(timeout_seconds=0.5)
     await host.settle()
     scene.network.freeze()
     blocks = WriteBlocks("m", None, np.zeros(1, dtype=np.int64), torch.zeros(1000))
