@@ -8,6 +8,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from libs.config.reader import EXIT_READER_GONE
 from libs.runtime.connect import connect_bus
 from libs.runtime.signals import end_at_latest_after
 from libs.telemetry.logs import configure_logs
@@ -24,7 +25,7 @@ _LEAVE_SECONDS = 5.0
 
 
 async def start(prepared: Prepared) -> int:
-    """Returns the exit code: 0 as asked, 2 bad settings, 130 killed by a second Ctrl-C."""
+    """Returns the exit code: 0 as asked, 2 bad settings, 130 killed by a second Ctrl-C, 141 nobody reads it."""
     log_dir = prepared.state_dir / "logs"
     unread = asyncio.Event()
     display = new_display(unread.set)
@@ -68,7 +69,7 @@ async def _run(prepared: Prepared, display: Display, unread: asyncio.Event) -> i
         end_at_latest_after(_LEAVE_SECONDS, exit_code)
         for side in sides:
             side.cancel()
-    return exit_code
+    return EXIT_READER_GONE if unread.is_set() else exit_code
 
 
 async def _stop_when(unread: asyncio.Event, mesh: Mesh) -> None:

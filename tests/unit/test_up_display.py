@@ -1,6 +1,7 @@
 """What `up` shows: lines for files, changing lines for terminals."""
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,20 @@ def test_without_a_terminal_there_are_only_lines(capsys: pytest.CaptureFixture[s
     display.text("as [it] is")
     display.close()
     assert capsys.readouterr().out == "router        ready\nas [it] is\n"
+
+
+def test_it_is_told_when_nobody_reads_the_lines_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unread(io.StringIO):
+        def write(self, s: str) -> int:
+            raise BrokenPipeError(len(s))
+
+    num_told: list[None] = []
+    display = new_display(lambda: num_told.append(None))
+    display.line("router", "ready")
+    assert not num_told
+    monkeypatch.setattr(sys, "stdout", Unread())
+    display.line("store-0", "ready")
+    assert num_told
 
 
 def test_on_a_terminal_lasting_lines_stay_whole_and_the_busy_ones_go() -> None:
