@@ -25,7 +25,7 @@ _LEAVE_SECONDS = 5.0
 
 
 async def start(prepared: Prepared) -> int:
-    """Returns the exit code: 0 as asked, 2 bad settings, 130 killed by a second Ctrl-C, 141 nobody reads it."""
+    """Returns the exit code: 0 as asked, 2 bad settings, 130 killed by a second Ctrl-C, 141 when unread."""
     log_dir = prepared.state_dir / "logs"
     unread = asyncio.Event()
     display = new_display(unread.set)
