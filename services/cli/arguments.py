@@ -64,7 +64,7 @@ def check_alone(options: argparse.Namespace) -> None:
     flag = "--list" if options.list else "--cancel MOVE_ID"
     asked = (options.to, options.layers, options.heads, options.return_of, options.blocks, options.kind)
     if options.instance or options.tokens or any(one is not None for one in (*asked, options.expected_epoch)):
-        raise BadCommand(f"{flag} goes alone, without an instance and without what a move is asked for by")
+        raise BadCommand(f"{flag} stands alone: leave out the instance, --to, and what says what is to move")
 
 
 def _shared() -> argparse.ArgumentParser:

@@ -1,14 +1,14 @@
 """kvmesh explain: what the coordinator's loop saw, considered and did, round by round, in 80 columns."""
 
 import json
-import re
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from rich.text import Text
 
+from services.cli.alike import as_one, shape_of
 from services.cli.console import ReadConsole
 
 _WIDTH = 80
@@ -48,7 +48,7 @@ def _is_quiet(told: dict[str, Any]) -> bool:
 
 
 def _kind_of(told: dict[str, Any]) -> str:
-    return re.sub(r"\d+(\.\d+)?", "#", told["decision"])
+    return shape_of(told["decision"])
 
 
 def _round_lines(run: list[dict[str, Any]]) -> Iterator[Text]:
@@ -62,8 +62,9 @@ def _round_lines(run: list[dict[str, Any]]) -> Iterator[Text]:
         yield Text(header, "dim")
     for device in last["devices"]:
         yield Text(_device_line(device))
-    for candidate in last["candidates"]:
-        yield from _candidate_lines(candidate, last)
+    names = {device["worker"]: device["name"] for device in last["devices"] if device["name"]}
+    for alike in _refused_alike(last["candidates"]):
+        yield from _candidates_lines(alike, names)
     style = "green" if last["move_id"] else ""
     moved = f" (move {last['move_id']})" if last["move_id"] else ""
     yield from _wrapped(f"{last['decision']}{moved}", "  => ", style)
@@ -76,18 +77,41 @@ def _device_line(device: dict[str, Any]) -> str:
     return f"  {name[:15]:<16}{role[:8]:<9}{shares}{device['utilization']:>8.2f}"
 
 
-def _candidate_lines(candidate: dict[str, Any], told: dict[str, Any]) -> Iterator[Text]:
-    names = {device["worker"]: device["name"] for device in told["devices"] if device["name"]}
-    instance, host = (names.get(candidate[who], candidate[who]) for who in ("instance", "host"))
-    to = f" to {host}" if host else ""
-    is_taken = candidate["verdict"] == "taken"
-    yield from _wrapped(f"{instance}: {candidate['what']}{to}", "  + " if is_taken else "  - ", "")
-    figures = (
+def _refused_alike(candidates: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
+    """Those of one instance with the same verdict but for figures, in order."""
+    alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for candidate in candidates:
+        alike.setdefault((candidate["instance"], shape_of(candidate["verdict"])), []).append(candidate)
+    return alike.values()
+
+
+def _candidates_lines(alike: list[dict[str, Any]], names: dict[str, str]) -> Iterator[Text]:
+    instance = names.get(alike[0]["instance"], alike[0]["instance"])
+    is_taken = alike[0]["verdict"] == "taken"
+    for hosts, modules in _by_hosts(alike, names).items():
+        to = f" to {hosts}" if hosts else ""
+        yield from _wrapped(f"{instance}: {modules}{to}", "  + " if is_taken else "  - ", "")
+    yield from _wrapped(as_one([_figures(one) for one in alike]), "      ", "dim")
+    verdict = as_one([one["verdict"] for one in alike])
+    yield from _wrapped(verdict, "      ", "green" if is_taken else "yellow")
+
+
+def _by_hosts(alike: list[dict[str, Any]], names: dict[str, str]) -> dict[str, str]:
+    """What would go where: modules by hosts, hosts to which the same would go together."""
+    modules: dict[str, list[str]] = {}
+    for one in alike:
+        modules.setdefault(one["host"], []).append(one["what"])
+    hosts: dict[str, list[str]] = {}
+    for host, what in modules.items():
+        hosts.setdefault("; ".join(what), []).append(names.get(host, host))
+    return {", ".join(together): what for what, together in hosts.items()}
+
+
+def _figures(candidate: dict[str, Any]) -> str:
+    return (
         f"benefit {candidate['benefit']:.3f}, cost {candidate['cost']:.3f}, takes "
         f"{candidate['move_seconds']:.2f} s, adds {1000 * candidate['overhead_seconds']:.2f} ms to a step"
     )
-    yield Text("      " + figures, "dim")
-    yield from _wrapped(candidate["verdict"], "      ", "green" if is_taken else "yellow")
 
 
 def _wrapped(words: str, indent: str, style: str) -> Iterator[Text]:

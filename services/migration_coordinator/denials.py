@@ -1,7 +1,8 @@
 """What it means for an order that the worker it went to gave no answer. Pure."""
 
-from libs.bus.messages.migration import DenialReason, MoveDenied
+from libs.bus.messages.migration import DenialReason, MoveDenied, MoveRecord
 from libs.bus.port import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut, Undecodable
+from libs.placement.phases import MovePhase
 
 LOOK = "GET /v1/mesh/migrations (kvmesh migrate --list)"
 
@@ -9,6 +10,14 @@ LOOK = "GET /v1/mesh/migrations (kvmesh migrate --list)"
 def may_have_been_done(error: BusError) -> bool:
     """Whether the worker may be doing what it was asked for all the same."""
     return isinstance(error, RequestTimedOut | NotConnected | Undecodable)
+
+
+def over_words(record: MoveRecord) -> str:
+    """Of a move that cannot be cancelled any more."""
+    said = f"the move {record.move_id} is over: {record.phase.value}"
+    if record.phase is MovePhase.DONE and not record.is_return:
+        said += f"; what it brought away comes home by return_of (kvmesh migrate --return {record.move_id})"
+    return said
 
 
 def denial_of(error: BusError, worker: str) -> MoveDenied:

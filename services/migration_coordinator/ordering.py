@@ -156,8 +156,9 @@ def _placed(placement: Placement, plan: PlanMove, home: Presence, cluster: Clust
     placed = placement.get(plan.returned_move_id)
     if placed is None:
         detail = nothing_away_words(placement, plan.returned_move_id)
-        others = [one.name for one, away in cluster.away() if away.move_id == plan.returned_move_id]
-        detail += f"; that move brought away a module of {others[0]}" if others else ""
+        if others := [one.name for one, away in cluster.away() if away.move_id == plan.returned_move_id]:
+            whose = f"{others[0]}'s; name that instance, or none"
+            detail = f"what move {plan.returned_move_id!r} brought away is {whose}"
         raise Denied(DenialReason.NOT_FOUND, f"{home.name}: {detail}", placement.epoch)
     return placed
 

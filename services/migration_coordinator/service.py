@@ -39,7 +39,7 @@ from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
 from services.migration_coordinator.answers import that_fit
 from services.migration_coordinator.cluster import Cluster
-from services.migration_coordinator.denials import denial_of, may_have_been_done
+from services.migration_coordinator.denials import denial_of, may_have_been_done, over_words
 from services.migration_coordinator.leadership import Leadership
 from services.migration_coordinator.metrics import CoordinatorMetrics
 from services.migration_coordinator.moves import Moves
@@ -301,8 +301,7 @@ class CoordinatorService:
             detail = f"no move {cancel.move_id!r} is remembered; kvmesh migrate --list tells those that are"
             return MoveDenied(reason=DenialReason.NOT_FOUND, detail=detail)
         if is_over(record.phase):
-            detail = f"the move {cancel.move_id} is over: {record.phase.value}"
-            return MoveDenied(reason=DenialReason.INVALID, detail=detail, epoch=record.epoch)
+            return MoveDenied(reason=DenialReason.INVALID, detail=over_words(record), epoch=record.epoch)
         answer = await self._abandon(record)
         if isinstance(answer, MoveDenied) and answer.reason is DenialReason.NOT_FOUND:
             detail = f"the move {cancel.move_id} has not begun at its home: there is nothing to roll back yet"

@@ -115,7 +115,9 @@ def test_of_what_cannot_come_home_it_is_told_what_can_and_whose_it_is(run_virtua
             )
             mistaken = await scene.plan("decode-0", returned_move_id=ids[1])
             assert mistaken.reason is DenialReason.NOT_FOUND
-            assert mistaken.detail.endswith("that move brought away a module of decode-1")
+            assert mistaken.detail == (
+                f"decode-0: what move '{ids[1]}' brought away is decode-1's; name that instance, or none"
+            )
 
     run_virtually(scenario())
 
@@ -216,6 +218,21 @@ def test_cancelling_reaches_the_home_while_the_move_is_not_over(run_virtually: R
             unknown = await scene.ask(CancelMove(move_id="never"))
             assert unknown.reason is DenialReason.NOT_FOUND
             assert home.abandoned == [accepted.move_id]
+
+    run_virtually(scenario())
+
+
+def test_who_cancels_a_move_that_is_done_is_told_how_it_comes_home(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        async with coordinator_scene() as scene:
+            home, _, _ = await scene.pair()
+            away = await scene.plan("decode-0", "decode-1")
+            await home.end(away.move_id)
+            over = await scene.ask(CancelMove(move_id=away.move_id))
+            assert f"kvmesh migrate --return {away.move_id}" in over.detail
+            back = await scene.plan(returned_move_id=away.move_id)
+            await home.end(back.move_id)
+            assert (await scene.ask(CancelMove(move_id=back.move_id))).detail.endswith("is over: done")
 
     run_virtually(scenario())
 

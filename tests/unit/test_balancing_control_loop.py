@@ -1,5 +1,7 @@
 """The control loop against a mesh that does what it says, under loads that wander."""
 
+from dataclasses import replace
+
 import pytest
 from balancing_plant import MOVE_ROUNDS, NUM_BLOCKS, ROUND_SECONDS, Plant
 from hypothesis import example, given, settings
@@ -230,6 +232,15 @@ def test_a_round_tells_why_each_candidate_was_not_taken():
     assert told.is_balancing
     later = plant.rounds[plant.rounds.index(told) + 1]
     assert later.decision == "stays: 1 of 1 moves are under way"
+
+
+def test_on_whole_devices_it_is_said_that_layers_would_lower_no_peak():
+    plant = Plant(TASTE)
+    plant.devices = {name: replace(one, device_share=1.0) for name, one in plant.devices.items()}
+    plant.demands["prefill-0"].work = 1.5
+    plant.run(20)
+    verdicts = {one.verdict for told in plant.rounds for one in told.candidates}
+    assert verdicts == {"would not lower the peak"}
 
 
 def test_between_the_thresholds_the_loop_goes_on_doing_what_it_did():

@@ -1,6 +1,7 @@
 """Moves as they are typed, placements and rounds as they are read in a terminal."""
 
 import io
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from libs.bus.messages.migration import Rounds
 from libs.placement.phases import MovePhase
 from services.cli.__main__ import main
 from services.cli.admin_key import find_admin_key
+from services.cli.alike import as_one, shape_of
 from services.cli.arguments import BadCommand, move_asked, new_parser
 from services.cli.explain import show_explanation
 from services.cli.gateway import GatewayError
@@ -221,6 +223,35 @@ def test_a_round_tells_what_it_saw_considered_and_did() -> None:
         "      taken",
         "  => moved KV heads 1 (move m1)",
     ]
+
+
+def test_candidates_that_are_refused_alike_are_told_as_one() -> None:
+    refused = [
+        candidate(f"would lower the peak by 0.0{n} only", what=what, host=host, benefit=n / 10)
+        for n, (what, host) in enumerate(
+            itertools.product(("layer 0", "layers 0-1"), ("prefill-0-i", "prefill-1"))
+        )
+    ]
+    other = candidate("the last decode worker stays one", what="flip to prefill", host="")
+    said = explained(seen(3, candidates=(*refused, other))).splitlines()
+    assert said[6:-1] == [
+        "  - decode-0: layer 0; layers 0-1 to prefill-0, prefill-1",
+        "      benefit 0.000 to 0.300, cost 0.050, takes 0.40 s, adds 2.10 ms to a step",
+        "      would lower the peak by 0.00 to 0.03 only",
+        "  - decode-0: flip to prefill",
+        "      benefit 0.310, cost 0.050, takes 0.40 s, adds 2.10 ms to a step",
+        "      the last decode worker stays one",
+    ]
+
+
+@given(st.lists(st.floats(-9, 9).map(lambda x: f"{x:.2f}"), min_size=1, max_size=5))
+def test_a_figure_in_which_lines_differ_becomes_its_range(figures: list[str]) -> None:
+    lines = [f"decode-0 (layers 20-29): cost {figure}, {figure} s" for figure in figures]
+    assert {shape_of(line) for line in lines} == {"decode-0 (layers 20-29): cost #, # s"}
+    numbers = sorted(map(float, figures))
+    told = as_one(lines).removeprefix("decode-0 (layers 20-29): cost ").split(",")[0].split(" to ")
+    assert [float(told[0]), float(told[-1])] == [numbers[0], numbers[-1]]
+    assert len(told) == (1 if numbers[0] == numbers[-1] else 2)
 
 
 def test_quiet_rounds_are_told_together_unless_their_reason_changes() -> None:
