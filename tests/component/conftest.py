@@ -9,6 +9,7 @@ from gateway_moves import ADMIN_KEY
 
 from libs.bus.memory_broker import MemoryBroker
 from libs.bus.memory_bus import MemoryBus
+from libs.kv import layer_groups
 
 
 @pytest.fixture
@@ -26,3 +27,9 @@ async def coordinator(mesh: Mesh) -> Coordinator:
     coordinator = Coordinator(mesh.bus)
     await coordinator.open()
     return coordinator
+
+
+@pytest.fixture
+def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV goes over Links a layer at a time; those of the tiny model would all share a frame."""
+    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)

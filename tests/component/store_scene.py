@@ -1,27 +1,25 @@
 """A KV store as it really lives, on the in-memory bus and Links, and a worker's side of its Links."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hosted import Hosted
 from numpy.typing import NDArray
 
 from libs.bus.memory_broker import MemoryBroker
 from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.kv_events import KvEvents
-from libs.bus.messages.presence import ServiceKind, ServiceState
+from libs.bus.messages.presence import ServiceKind
 from libs.bus.messages.store import FindPrefix, PrefixHeld
 from libs.kv.checksum import block_checksums, checksum_of_blocks
 from libs.kv.layer_groups import layer_groups
 from libs.runtime.identity import new_identity
-from libs.runtime.life import Stop
 from libs.runtime.runtime import Runtime
-from libs.runtime.service import live_on
 from libs.transport.choose import make_transport
 from libs.transport.frames import (
     Fetch,
@@ -57,44 +55,10 @@ def content(name: bytes, layer: int) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, LAYER_BYTES, dtype=np.uint8)
 
 
-@dataclass
-class Living:
-    """The service with its runtime at hand."""
-
-    service: KvStoreService
-    bus: MemoryBus
-    incarnation: str
-    stop: Stop = field(default_factory=Stop)
-    runtime: Runtime | None = None
-    task: "asyncio.Task[int] | None" = None
-
-    async def open(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        await self.service.open(runtime)
-
-    async def drain(self) -> None:
-        await self.service.drain()
-
-    async def close(self) -> None:
-        await self.service.close()
-
-    def gauge(self, name: str, **labels: str) -> float:
-        assert self.runtime is not None
-        return self.runtime.registry.get_sample_value(f"kvmesh_{name}", labels) or 0.0
-
-    async def end(self, *, drained: bool = True) -> int:
-        self.stop.skip_drain = not drained
-        self.stop.asked.set()
-        assert self.task is not None
-        code = await self.task
-        await self.bus.close()
-        return code
-
-
 class Worker:
     """Puts and fetches over one Link, and checks every byte."""
 
-    def __init__(self, link: Link, bus: MemoryBus, store: Living) -> None:
+    def __init__(self, link: Link, bus: MemoryBus, store: Hosted) -> None:
         self.link, self.bus, self.store = link, bus, store
         self._ids = count(1)
 
@@ -169,13 +133,13 @@ class StoreScene:
 
     def __init__(self) -> None:
         self.broker, self.network = MemoryBroker(), MemoryNetwork()
-        self.stores: list[Living] = []
+        self.stores: list[Hosted] = []
         self.events: list[KvEvents] = []
         self._closers: list[Callable[[], Any]] = []
 
     async def store(
         self, *, memory_blocks: int = 64, disk_mib: int = 0, folder: Path | None = None, **settings: Any
-    ) -> Living:
+    ) -> Hosted:
         made = KvStoreSettings(
             memory_gib=memory_blocks * BLOCK_BYTES / GIB,
             disk_gib=disk_mib / 1024,
@@ -187,23 +151,14 @@ class StoreScene:
             return make_transport("memory", runtime.incarnation, SECRET, network=self.network)
 
         identity = new_identity(ServiceKind.KV_STORE, "store-0")
-        living = Living(
-            KvStoreService(made, open_transport=open_transport), MemoryBus(self.broker), identity.incarnation
-        )
-        living.task = asyncio.create_task(
-            live_on(living.bus, identity, made, living, living.stop, serves_probes=False)
-        )
-        self.stores.append(living)
-        async with asyncio.timeout(20):
-            while living.runtime is None or living.runtime.presence.state is not ServiceState.READY:
-                assert not living.task.done(), "the store did not start"
-                await asyncio.sleep(0.005)
-        return living
+        store = Hosted(KvStoreService(made, open_transport=open_transport), identity, MemoryBus(self.broker))
+        self.stores.append(store)
+        await store.start(made)
+        return store
 
-    async def worker(self, store: Living, name: str = "worker") -> Worker:
-        assert store.runtime is not None
+    async def worker(self, store: Hosted, name: str = "worker") -> Worker:
         transport = make_transport("memory", f"{name}-1", SECRET, network=self.network)
-        link = await transport.connect(store.runtime.presence.link_address, timeout_seconds=5)
+        link = await transport.connect(store.presence.link_address, timeout_seconds=5)
         bus = MemoryBus(self.broker)
         self._closers += [transport.close, bus.close]
         return Worker(link, bus, store)
@@ -225,13 +180,13 @@ class StoreScene:
     async def close(self) -> None:
         for close in self._closers:
             await close()
-        for living in self.stores:
-            if living.task is not None and not living.task.done():
-                assert await living.end(drained=False) == 0
+        for store in self.stores:
+            if store.is_alive:
+                assert await store.end(drained=False) == 0
 
 
 @asynccontextmanager
-async def store_scene() -> AsyncIterator[StoreScene]:
+async def store_scene() -> AsyncGenerator[StoreScene]:
     scene = StoreScene()
     try:
         yield scene

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from store_scene import BLOCK_BYTES, Living, StoreScene, Worker, names_of, store_scene
+from hosted import Hosted
+from store_scene import BLOCK_BYTES, StoreScene, Worker, names_of, store_scene
 
 from libs.bus.messages.store import GroupTtls
 from libs.kv import layer_groups
@@ -28,7 +29,7 @@ async def scene() -> AsyncIterator[StoreScene]:
 class Chaos:
     """One worker after the other on the same store."""
 
-    def __init__(self, scene: StoreScene, store: Living, source: random.Random, number: int) -> None:
+    def __init__(self, scene: StoreScene, store: Hosted, source: random.Random, number: int) -> None:
         self.scene, self.store, self.source, self.number = scene, store, source, number
         self.num_hits = self.num_disk_hits = 0
 
@@ -65,7 +66,7 @@ class Chaos:
         return True
 
 
-def check_that_nothing_is_left(store: Living) -> None:
+def check_that_nothing_is_left(store: Hosted) -> None:
     inner = cast("Store", store.service._store)
     tree, disk = inner.blocks.tree, inner.disk
     assert not tree.num_readers.any()

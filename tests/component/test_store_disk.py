@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from store_scene import Living, StoreScene, Worker, names_of, store_scene
+from hosted import Hosted
+from store_scene import StoreScene, Worker, names_of, store_scene
 
 from libs.kv import layer_groups
 
@@ -22,7 +23,7 @@ def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def put_all(
-    scene: StoreScene, store: Living, worker: Worker, *chains: int, num_blocks: int = 8
+    scene: StoreScene, store: Hosted, worker: Worker, *chains: int, num_blocks: int = 8
 ) -> None:
     """Put these chains one after the other, each written to disk before the next comes."""
     for chain in chains:

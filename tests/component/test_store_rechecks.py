@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
-from store_scene import Living, StoreScene, Worker, names_of, store_scene
+from hosted import Hosted
+from store_scene import StoreScene, Worker, names_of, store_scene
 
 from libs.bus.messages.store import BlocksCorrupt
 
@@ -17,7 +18,7 @@ async def scene() -> AsyncIterator[StoreScene]:
         yield scene
 
 
-def flip_bit(store: Living, name: bytes, layer: int = 2) -> None:
+def flip_bit(store: Hosted, name: bytes, layer: int = 2) -> None:
     """As bad memory does."""
     blocks = store.service._store.blocks  # type: ignore[union-attr]  # it is open
     node = blocks.tree.node_of(name)
@@ -34,12 +35,12 @@ async def doubt(worker: Worker, names: Sequence[bytes]) -> None:
     await worker.bus.publish(BlocksCorrupt(names=b"".join(names)), to=worker.store.incarnation)
 
 
-def found(store: Living) -> dict[str, float]:
+def found(store: Hosted) -> dict[str, float]:
     results = ("right", "mended", "dropped")
     return {result: store.gauge("store_rechecked_blocks_total", result=result) for result in results}
 
 
-async def holding(scene: StoreScene, *, disk: Path | None = None) -> tuple[Living, Worker]:
+async def holding(scene: StoreScene, *, disk: Path | None = None) -> tuple[Hosted, Worker]:
     """One chain of 8, from whose fourth block another branch of 2 goes, and a chain of its own."""
     store = await scene.store(disk_mib=64 if disk else 0, folder=disk, lease_seconds=60)
     worker = await scene.worker(store)

@@ -11,7 +11,6 @@ from tampered_links import tampering
 from workers_mesh import Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 
 from libs.bus.messages.generation import Queued, Refused, Reserved
-from libs.kv import layer_groups
 from libs.request.outcome import FailureReason, RefusalReason
 from libs.transport.frames import FrameHeader, HandOver, LayerBlocks
 from libs.transport.port import Bytes
@@ -21,12 +20,6 @@ from libs.transport.port import Bytes
 async def mesh() -> AsyncIterator[WorkersMesh]:
     async with running_mesh() as mesh:
         yield mesh
-
-
-@pytest.fixture
-def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model's layers would all share a frame."""
-    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)
 
 
 async def pair(mesh: WorkersMesh, **prefill: Any) -> tuple[Gateway, Hosted, Hosted]:

@@ -11,25 +11,19 @@ from workers_mesh import BLOCK_SIZE, Gateway, Hosted, WorkersMesh, prompt_of, ru
 from workers_reference import Reference
 
 from libs.bus.messages.generation import Refused
-from libs.kv import layer_groups
 from libs.request.outcome import RefusalReason
 from libs.transport.frames import Fetched, FrameHeader, LayerBlocks
 from libs.transport.port import Bytes
 
 NUM_TOKENS, NUM_CACHED = 81, 80
 LAST_LAYER = 2
+pytestmark = pytest.mark.usefixtures("layer_by_layer")
 
 
 @pytest.fixture
 async def mesh() -> AsyncIterator[WorkersMesh]:
     async with running_mesh() as mesh:
         yield mesh
-
-
-@pytest.fixture(autouse=True)
-def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model's layers would all share a frame."""
-    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)
 
 
 class Gate:

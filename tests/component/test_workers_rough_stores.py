@@ -12,7 +12,6 @@ from workers_gateway import Gateway, Stream
 from workers_mesh import Hosted, WorkersMesh, prompt_of, running_mesh
 from workers_reference import Reference
 
-from libs.kv import layer_groups
 from libs.transport.frames import Fetched, FetchMissed, FrameHeader, PutLayer
 from libs.transport.port import Bytes
 from libs.worker.stores import trust
@@ -22,18 +21,13 @@ MAX_TOKENS = 12
 NUM_BETWEEN_RESTARTS = 12
 """Prompts that end while both stores are there: by the clock, a busy machine would lose all that stores hold
 before anybody asks for it."""
+pytestmark = pytest.mark.usefixtures("layer_by_layer")
 
 
 @pytest.fixture
 async def mesh() -> AsyncIterator[WorkersMesh]:
     async with running_mesh() as mesh:
         yield mesh
-
-
-@pytest.fixture(autouse=True)
-def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model's layers would all share a frame."""
-    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)
 
 
 @pytest.fixture(autouse=True)

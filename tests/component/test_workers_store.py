@@ -9,7 +9,6 @@ from store_prompts import names_of
 from tampered_links import tampering
 from workers_mesh import BLOCK_SIZE, Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 
-from libs.kv import layer_groups
 from libs.transport.frames import Fetched, FrameHeader, PutLayer
 from libs.transport.port import Bytes
 
@@ -18,12 +17,6 @@ from libs.transport.port import Bytes
 async def mesh() -> AsyncIterator[WorkersMesh]:
     async with running_mesh() as mesh:
         yield mesh
-
-
-@pytest.fixture
-def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model's layers would all share a frame."""
-    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)
 
 
 async def warm(mesh: WorkersMesh, num_tokens: int, **store: Any) -> tuple[Gateway, Hosted, Hosted, list[int]]:

@@ -15,7 +15,6 @@ from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.bus.messages.store import FindPrefix, PrefixHeld
 from libs.cost.fetch import FetchCost
-from libs.kv import layer_groups
 from libs.kv.access_trace import hash_ids, read_requests
 from libs.kv.runs import runs_by_store
 from libs.transport.choose import make_transport
@@ -26,18 +25,13 @@ from libs.worker.stores.stores import PromptAsked
 
 STORES = ("store-0", "store-1")
 NUM_TOKENS = 3 * RUN_TOKENS + 50
+pytestmark = pytest.mark.usefixtures("layer_by_layer")
 
 
 @pytest.fixture
 async def mesh() -> AsyncIterator[WorkersMesh]:
     async with running_mesh() as mesh:
         yield mesh
-
-
-@pytest.fixture(autouse=True)
-def layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model's layers would all share a frame."""
-    monkeypatch.setattr(layer_groups, "FRAME_BYTES", 1)
 
 
 class Scene:

@@ -2,23 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
+from hosted import Hosted
 from workers_gateway import Gateway
 from workers_reference import BLOCK_SIZE, prompt_of, tiny_model
 
 from libs.bus.memory_broker import MemoryBroker
 from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.generation import TokenFrame
-from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
+from libs.bus.messages.presence import ServiceKind
 from libs.model.model import Model
-from libs.runtime.identity import Identity, new_identity
-from libs.runtime.life import Service, Stop
+from libs.runtime.identity import new_identity
+from libs.runtime.life import Service
 from libs.runtime.runtime import Runtime
-from libs.runtime.service import live_on
 from libs.runtime.settings import RuntimeSettings
 from libs.transport.choose import make_transport
 from libs.transport.memory_transport import MemoryNetwork
@@ -35,45 +34,6 @@ from services.router.settings import RouterSettings
 __all__ = ["BLOCK_SIZE", "Gateway", "Hosted", "WorkersMesh", "prompt_of", "running_mesh"]
 
 WrapTransport = Callable[[Transport], Transport]
-
-
-@dataclass
-class Hosted:
-    """A service with its runtime at hand."""
-
-    service: Any
-    identity: Identity
-    bus: MemoryBus
-    stop: Stop = field(default_factory=Stop)
-    runtime: Runtime | None = None
-    task: "asyncio.Task[int] | None" = None
-
-    def __post_init__(self) -> None:
-        if hasattr(self.service, "load"):
-            self.load = self.service.load
-
-    async def open(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        await self.service.open(runtime)
-
-    async def drain(self) -> None:
-        await self.service.drain()
-
-    async def close(self) -> None:
-        await self.service.close()
-
-    @property
-    def incarnation(self) -> str:
-        return self.identity.incarnation
-
-    @property
-    def presence(self) -> Presence:
-        assert self.runtime is not None
-        return self.runtime.presence
-
-    def gauge(self, name: str, **labels: str) -> float:
-        assert self.runtime is not None
-        return self.runtime.registry.get_sample_value(name, labels) or 0.0
 
 
 class WorkersMesh:
@@ -166,36 +126,23 @@ class WorkersMesh:
 
     async def host(self, kind: ServiceKind, name: str, settings: Any, service: Service) -> Hosted:
         hosted = Hosted(service, new_identity(kind, name), MemoryBus(self.broker))
-        hosted.task = asyncio.create_task(
-            live_on(hosted.bus, hosted.identity, settings, hosted, hosted.stop, serves_probes=False)
-        )
         self.hosted[name] = hosted
-        async with asyncio.timeout(20):
-            while hosted.runtime is None or hosted.presence.state is not ServiceState.READY:
-                assert not hosted.task.done(), f"{name} did not start"
-                await asyncio.sleep(0.005)
+        await hosted.start(settings)
         return hosted
 
     async def stop(self, hosted: Hosted) -> int:
-        hosted.stop.asked.set()
-        assert hosted.task is not None
-        code = await hosted.task
-        await hosted.bus.close()
-        return code
+        return await hosted.end()
 
     async def kill(self, hosted: Hosted) -> None:
         """No good-bye on the bus; its Links break."""
         hosted.bus.disconnect()
-        hosted.stop.skip_drain = True
-        await self.stop(hosted)
+        await hosted.end(drained=False)
 
     async def close(self) -> None:
         for task in self.tasks:
             task.cancel()
-        for hosted in self.hosted.values():
-            hosted.stop.skip_drain = True
-            if hosted.task is not None and not hosted.task.done():
-                await self.stop(hosted)
+        for hosted in self.live():
+            await hosted.end(drained=False)
         for gateway in self.gateways:
             await gateway.bus.close()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -209,11 +156,10 @@ class WorkersMesh:
         assert condition()
 
     def live_stores(self) -> list[Hosted]:
-        return [
-            hosted
-            for hosted in self.hosted.values()
-            if hosted.identity.kind is ServiceKind.KV_STORE and hosted.task and not hosted.task.done()
-        ]
+        return [one for one in self.live() if one.identity.kind is ServiceKind.KV_STORE]
+
+    def live(self) -> list[Hosted]:
+        return [hosted for hosted in self.hosted.values() if hosted.is_alive]
 
     async def until_linked(self, worker: Hosted, *stores: Hosted) -> None:
         """Workers are ready before they have met all stores; what is not met costs hits."""
@@ -237,12 +183,12 @@ class WorkersMesh:
             "kvmesh_store_num_staged_blocks",
             "kvmesh_store_put_kept_bytes",
         )
-        live = [hosted for hosted in self.hosted.values() if hosted.task and not hosted.task.done()]
+        live = self.live()
         await self.until(lambda: all(hosted.gauge(name) == 0 for hosted in live for name in names))
 
 
 @asynccontextmanager
-async def running_mesh() -> AsyncIterator[WorkersMesh]:
+async def running_mesh() -> AsyncGenerator[WorkersMesh]:
     mesh = WorkersMesh()
     try:
         yield mesh
