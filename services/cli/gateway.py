@@ -203,4 +203,6 @@ def _refusal(response: httpx.Response) -> GatewayError:
             "the admin key is needed: --admin-key or $KVMESH_ADMIN_KEY (`kvmesh up` keeps it in admin.key of "
             "its state folder, where it is found if $KVMESH_STATE_DIR names the folder)"
         )
+    if code == "invalid_api_key":
+        said = "this gateway has API keys, and one is needed: --api-key or $KVMESH_API_KEY"
     return GatewayError(f"{said} (HTTP {response.status_code})")

@@ -98,7 +98,8 @@ def show_moves(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
         started = time.strftime("%H:%M:%S", time.localtime(move["started_unix_seconds"]))
         title = Text.assemble((move["id"], "bold"), f"  {started}  ", (_words(move["phase"]), style))
         console.print(title, soft_wrap=True)
-        for words in (move_words(move), ", ".join(_list_figures(move)), move["error"]):
+        figures = ", ".join(filter(None, _list_figures(move)))
+        for words in (move_words(move), figures, move["error"]):
             if words:
                 console.print(Text("  " + words), soft_wrap=True)
 
@@ -169,7 +170,9 @@ def _list_figures(move: dict[str, Any]) -> Iterator[str]:
         yield took
     if move["pause_seconds"]:
         yield f"pause {1000 * move['pause_seconds']:.1f} ms"
-    if move["num_kv_bytes"] or move["num_weight_bytes"]:
+    if not move["is_over"]:
+        yield progress_words(move)
+    elif move["num_kv_bytes"] or move["num_weight_bytes"]:
         yield _size_words(move)
     if blocks := _blocks_words(move):
         yield blocks

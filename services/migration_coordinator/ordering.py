@@ -48,7 +48,7 @@ def order_by_hand(
     plan: PlanMove, move_id: str, cluster: Cluster, under_way: Sequence[MoveRecord], rules: Rules, now: float
 ) -> Order:
     """Raises Denied. The epoch is compared here already; the home compares it again."""
-    home = _home_of(plan, cluster)
+    home = _home_of(plan, cluster, under_way)
     placement = cluster.placement(home.incarnation)
     _check_ready(home, placement)
     if placement is None:
@@ -108,14 +108,16 @@ def order_of_loop(
     )
 
 
-def _home_of(plan: PlanMove, cluster: Cluster) -> Presence:
-    """The one that is named, else the one whose module it is."""
+def _home_of(plan: PlanMove, cluster: Cluster, under_way: Sequence[MoveRecord]) -> Presence:
+    """The one that is named, else the one whose module it is, or is about to leave."""
     if plan.instance:
         return _found(plan.instance, cluster, DenialReason.INSTANCE_NOT_FOUND)
     move_id = plan.returned_move_id
     if not move_id:
         raise Denied(DenialReason.INVALID, "name the instance whose module goes away")
-    homes = [home for home, placed in cluster.away() if placed.move_id == move_id]
+    told = [home.incarnation for home, placed in cluster.away() if placed.move_id == move_id]
+    told += [one.instance for one in under_way if one.move_id == move_id]
+    homes = [home for one in dict.fromkeys(told) if (home := cluster.get(one)) is not None]
     if len(homes) == 1:
         return homes[0]
     if homes:

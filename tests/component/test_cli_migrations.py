@@ -233,7 +233,7 @@ async def test_moves_are_listed_and_one_cancelled(
 ) -> None:
     assert (await kvmesh("migrate", "--list"))[1] == "There was no move yet.\n"
     coordinator.moves = [
-        record(move_id="m2"),
+        record(move_id="m2", num_total_bytes=80 << 20, num_weight_bytes=20 << 20),
         record(
             MovePhase.FAILED, move_id="m0", error="no room", num_blocks_before=2912, num_blocks_after=2912
         ),
@@ -246,6 +246,7 @@ async def test_moves_are_listed_and_one_cancelled(
         ("m0", "failed"),
         ("m1", "done"),
     ]
+    assert "  25% of 80.0 MiB: KV 0.0 MiB, weights 20.0 MiB\n" in out
     assert "  2912 KV blocks as before\n  no room\n" in out
     assert out.count("blocks") == 2, "of the move under way they are not known yet"
     assert "  1.50 s, pause 8.3 ms, KV 12.0 MiB, weights 70.0 MiB, 800 -> 1200 (+50%) KV blocks\n" in out

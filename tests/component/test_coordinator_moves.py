@@ -89,6 +89,9 @@ def test_a_module_comes_home_to_whose_it_is_by_its_move_alone(run_virtually: Run
         async with coordinator_scene() as scene:
             home, other, _ = await scene.pair()
             accepted = await scene.plan("decode-0", "decode-1")
+            early = await scene.plan(returned_move_id=accepted.move_id)
+            assert early.reason is DenialReason.BUSY, "it has not left yet"
+            assert accepted.move_id in early.detail
             await home.end(accepted.move_id)
             back = await scene.plan(returned_move_id=accepted.move_id)
             assert isinstance(back, MoveAccepted)

@@ -115,6 +115,12 @@ def test_a_refusal_is_told_in_the_gateways_words(to: Gateway, said: str) -> None
         ask(to, model="big")
 
 
+def test_who_lacks_an_api_key_is_told_how_this_command_takes_one() -> None:
+    body = b'{"error": {"message": "send a header", "code": "invalid_api_key"}}'
+    with pytest.raises(GatewayError, match=r"--api-key or \$KVMESH_API_KEY \(HTTP 401\)"):
+        refusing(401, body).mesh()
+
+
 def test_an_answer_is_streamed_as_text_or_written_as_one_json_object() -> None:
     as_text, as_json = io.StringIO(), io.StringIO()
     request = ChatRequest(opening("Hi", "Be kind."))
