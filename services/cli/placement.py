@@ -106,8 +106,10 @@ def _away_words(instance: dict[str, Any]) -> Iterator[str]:
     for run in instance["layers"]:
         if "move_id" in run:
             last = run["end"] - 1
-            layers = f"layer {last}" if run["first"] == last else f"layers {run['first']}-{last}"
-            weights = "" if run["has_weights_at_home"] else ", with their weights"
+            is_one = run["first"] == last
+            layers = f"layer {last}" if is_one else f"layers {run['first']}-{last}"
+            whose = "its" if is_one else "their"
+            weights = "" if run["has_weights_at_home"] else f", with {whose} weights"
             yield f"{layers} at {run['worker']}{weights} (move {run['move_id']})"
     for part in (*instance["heads"], *instance["lent"]):
         blocks = f": {part['num_blocks']}" if part["what"] == "lent blocks" else ""

@@ -157,14 +157,14 @@ def picture(*instances: dict[str, Any]) -> list[str]:
 def test_layers_and_heads_have_the_letters_of_who_has_them() -> None:
     layers = [
         {"first": 0, "end": 3, "worker": "decode-0"},
-        {"first": 3, "end": 4, "worker": "b", "move_id": "m1", "has_weights_at_home": True},
+        {"first": 3, "end": 4, "worker": "b", "move_id": "m1", "has_weights_at_home": False},
     ]
     heads = [{"first": 0, "end": 2, "kv_heads": [1], "worker": "a", "what": "KV head 1 of layers 0-1",
               "move_id": "m2", "num_blocks": 0}]  # fmt: skip
     lines = picture(instance(layers=layers, heads=heads))
     assert lines[0] == "A a   B b   C decode-0"
     assert [line.split()[-1] for line in lines if line.startswith("head")] == ["CCCB", "AACB", "CCCB"]
-    assert "layer 3 at b (move m1)" in lines[-3]
+    assert "layer 3 at b, with its weights (move m1)" in lines[-3]
     assert "KV head 1 of layers 0-1 at a (move m2)" in lines[-2]
     assert lines[-1].strip() == "capacity not told yet"
 

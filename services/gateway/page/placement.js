@@ -123,7 +123,7 @@ function partElement({ first, end, head, endHead, worker, to }, workers) {
 function awayWords({ layers, heads, lent }) {
   return [
     ...layers.filter((run) => run.move_id).map((run) =>
-      `${layerWords(run)} at ${run.worker}${run.has_weights_at_home ? "" : ", with their weights"}`),
+      `${layerWords(run)} at ${run.worker}${run.has_weights_at_home ? "" : `, with ${run.end - run.first === 1 ? "its" : "their"} weights`}`),
     ...heads.map((part) => `${part.what} at ${part.worker}`),
     ...lent.map((part) => `${part.worker} lends ${many(part.num_blocks, "block")}`),
   ];
