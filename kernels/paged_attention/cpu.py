@@ -74,15 +74,7 @@ class NativeAttention:
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
         q = _with_packed_heads(q)
-        tables, contexts, starts = (
-            batch.block_tables.contiguous(),
-            batch.context_lens.contiguous(),
-            batch.query_starts.contiguous(),
-        )
-        if not tables.dtype == contexts.dtype == starts.dtype == torch.int32:
-            raise ValueError(
-                f"a batch is of int32 tensors, not {tables.dtype}, {contexts.dtype} and {starts.dtype}"
-            )
+        tables, contexts, starts = _int32_tensors(batch)
         out = torch.empty(q.shape, dtype=q.dtype)
         self._attend(
             IS_FLOAT32[q.dtype],
@@ -105,6 +97,16 @@ class NativeAttention:
             num_threads(),
         )
         return out
+
+
+def _int32_tensors(batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Its tables, contexts and starts, contiguous."""
+    tables, contexts, starts = batch.block_tables, batch.context_lens, batch.query_starts
+    if not tables.dtype == contexts.dtype == starts.dtype == torch.int32:
+        raise ValueError(
+            f"a batch is of int32 tensors, not {tables.dtype}, {contexts.dtype} and {starts.dtype}"
+        )
+    return tables.contiguous(), contexts.contiguous(), starts.contiguous()
 
 
 def _check_cache(kv: torch.Tensor, x: torch.Tensor) -> None:

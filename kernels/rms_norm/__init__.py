@@ -1,1 +1,1 @@
-"""RMS norm over the last dim, alone or after adding a residual."""
+"""RMS norm over the last dim."""

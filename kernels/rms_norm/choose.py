@@ -12,16 +12,10 @@ from kernels.triton_available import has_triton
 
 
 class RmsNorm(Protocol):
-    """What every implementation offers; the functions of this module say what they do."""
+    """What every implementation offers."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `rms_norm` of this module."""
-        ...
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `add_rms_norm` of this module."""
         ...
 
 
@@ -31,13 +25,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Any stride in dim 0 is fine; the result is contiguous.
     """
     return choose_rms_norm(x.is_cuda).rms_norm(x, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(rms_norm(total), total)` with `total = x + residual` rounded to x's dtype."""
-    return choose_rms_norm(x.is_cuda).add_rms_norm(x, residual, weight, eps)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-// RMS norm of rows, alone or of a sum that is also written out; float32 arithmetic.
+// RMS norm of rows; float32 arithmetic.
 #include "lanes.h"
 
 namespace {
@@ -7,9 +7,7 @@ using namespace lanes;
 
 struct Norm {
     const void* x;
-    const void* residual;  // same shape as x, contiguous; or null
     const void* weight;
-    void* total;  // x + residual; null without residual
     void* out;
     int64_t num_rows, inner_rows, width;  // row i starts at (i / inner_rows) * stride + (i % inner_rows) * width
     int64_t stride;
@@ -24,13 +22,6 @@ template <class T>
 LANES_INLINE void store_upto(T* to, F32 value, int64_t count) {
     if (count >= kLanes) store(to, value);
     else store_some(to, value, (int)count);
-}
-
-// x + residual, rounded to T as the tensor that is written out.
-template <class T>
-void add_row(const T* x, const T* residual, T* total, int64_t width) {
-    for (int64_t i = 0; i < width; i += kLanes)
-        store_upto(total + i, load_upto(x + i, width - i) + load_upto(residual + i, width - i), width - i);
 }
 
 template <class T>
@@ -50,11 +41,6 @@ void norm(const Norm& n, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (n.num_rows * n.width > 16384)
     for (int64_t row = 0; row < n.num_rows; ++row) {
         const T* x = (const T*)n.x + row / n.inner_rows * n.stride + row % n.inner_rows * n.width;
-        if (n.residual) {
-            T* total = (T*)n.total + row * n.width;
-            add_row(x, (const T*)n.residual + row * n.width, total, n.width);
-            x = total;
-        }
         norm_row(x, (const T*)n.weight, (T*)n.out + row * n.width, n.width, n.eps);
     }
 }
@@ -62,9 +48,9 @@ void norm(const Norm& n, int num_threads) {
 }  // namespace
 
 extern "C" void kvmesh_rms_norm(
-    int is_float32, const void* x, const void* residual, const void* weight, void* total, void* out,
-    int64_t num_rows, int64_t inner_rows, int64_t width, int64_t stride, float eps, int num_threads) {
-    const Norm n{x, residual, weight, total, out, num_rows, inner_rows, width, stride, eps};
+    int is_float32, const void* x, const void* weight, void* out, int64_t num_rows, int64_t inner_rows,
+    int64_t width, int64_t stride, float eps, int num_threads) {
+    const Norm n{x, weight, out, num_rows, inner_rows, width, stride, eps};
     if (is_float32) norm<float>(n, num_threads);
     else norm<Bf16>(n, num_threads);
 }

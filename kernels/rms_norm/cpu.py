@@ -9,10 +9,10 @@ from kernels.rms_norm import reference
 
 
 class NativeRmsNorm:
-    """`rms_norm` and `add_rms_norm` for bfloat16 and float32 on the CPU; other dtypes go to torch."""
+    """`rms_norm` for bfloat16 and float32 on the CPU; other dtypes go to torch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._norm = bind(library, "kvmesh_rms_norm", "ipppppllllfi")
+        self._norm = bind(library, "kvmesh_rms_norm", "ipppllllfi")
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last dim."""
@@ -21,48 +21,20 @@ class NativeRmsNorm:
         _check_width(x, weight)
         x = _with_packed_rows(x)
         out = torch.empty(x.shape, dtype=x.dtype)
-        self._call(x, None, weight, None, out, eps)
-        return out
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(rms_norm(x + residual), x + residual)`."""
-        if x.dtype not in IS_FLOAT32 or not x.dtype == residual.dtype == weight.dtype:
-            return reference.add_rms_norm(x, residual, weight, eps)
-        _check_width(x, weight)
-        if residual.shape != x.shape:
-            raise ValueError(f"x is {list(x.shape)}, but the residual is {list(residual.shape)}")
-        x, residual = _with_packed_rows(x), residual.contiguous()
-        total, out = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
-        self._call(x, residual, weight, total, out, eps)
-        return out, total
-
-    def _call(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor,
-        total: torch.Tensor | None,
-        out: torch.Tensor,
-        eps: float,
-    ) -> None:
-        width = x.shape[-1]
         inner_rows = x.shape[1] if x.dim() == 3 else 1
         self._norm(
             IS_FLOAT32[x.dtype],
             x.data_ptr(),
-            None if residual is None else residual.data_ptr(),
             weight.data_ptr(),
-            None if total is None else total.data_ptr(),
             out.data_ptr(),
             x.shape[0] * inner_rows,
             inner_rows,
-            width,
+            x.shape[-1],
             x.stride(0),
             eps,
             num_threads(),
         )
+        return out
 
 
 def _check_width(x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -8,11 +8,3 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     exact = x.to(torch.float32)
     normed = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * normed).to(x.dtype)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`total = x + residual` (rounded to x's dtype) and its norm, as `(normed, total)`."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total

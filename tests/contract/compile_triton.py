@@ -37,15 +37,15 @@ FIXED = {
 }
 INTEGERS = {"slots": "*i64", "tables": "*i32", "context_lens": "*i32", "query_starts": "*i32"}
 FLOATS = {"scale_log2": "fp32", "eps": "fp32", "lse": "*fp32", "cos": "*fp32", "sin": "*fp32"}
-TENSORS = ("q", "k", "v", "kv", "out", "x", "weight", "gate_up", "residual", "total")
-OPTIONAL = ("lse", "residual", "total")
-"""None, and so are all others of them, in some launches."""
+TENSORS = ("q", "k", "v", "kv", "out", "x", "weight", "gate_up")
+OPTIONAL = "lse"
+"""None in some launches."""
 
 
 def compile_entry(module: types.ModuleType, name: str, dtype: str, capability: int, *, is_full: bool) -> None:
     entry = getattr(module, name)
     tensors = dict.fromkeys(TENSORS, f"*{dtype}")
-    absent = {} if is_full else dict.fromkeys(OPTIONAL)
+    absent = {} if is_full else {OPTIONAL: None}
     fixed = {name: value for name, value in (FIXED | absent).items() if name in entry.arg_names}
     known = INTEGERS | tensors | FLOATS | dict.fromkeys(fixed, "constexpr")
     signature = {argument: known.get(argument, "i32") for argument in entry.arg_names}
@@ -58,9 +58,9 @@ def compile_entry(module: types.ModuleType, name: str, dtype: str, capability: i
 def main() -> None:
     for module, names in ENTRIES.items():
         for name in names:
-            is_optional = any(one in OPTIONAL for one in getattr(module, name).arg_names)
+            has_optional = OPTIONAL in getattr(module, name).arg_names
             for dtype in DTYPES:
-                for is_full in (True, False) if is_optional else (True,):
+                for is_full in (True, False) if has_optional else (True,):
                     compile_entry(module, name, dtype, int(sys.argv[1]), is_full=is_full)
 
 

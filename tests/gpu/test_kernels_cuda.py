@@ -9,7 +9,7 @@ from kernel_cases import AttentionCase, assert_close, attention_cases, exact_att
 
 from kernels.linear.choose import pack_linear
 from kernels.paged_attention.choose import choose_paged_attention
-from kernels.rms_norm.choose import add_rms_norm, rms_norm
+from kernels.rms_norm.choose import rms_norm
 from kernels.rotary import reference as rotary_in_torch
 from kernels.rotary.choose import rotate_
 from kernels.swiglu.choose import silu_mul
@@ -70,14 +70,10 @@ def test_tokens_land_in_their_slots_and_nowhere_else(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("shape", [(5, 37), (3, 4096), (4, 3, 64)])
-def test_rows_are_normed_with_and_without_a_residual(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x, residual = torch.randn(2, *shape).to(dtype).cuda()
-    weight = torch.randn(shape[-1]).to(dtype).cuda()
-    normed, total = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    for values, result in ((x, rms_norm(x, weight, 1e-5)), (total, normed)):
-        exact = values.double() * torch.rsqrt(values.double().pow(2).mean(-1, keepdim=True) + 1e-5)
-        assert_close(result, exact * weight.double(), dtype)
+def test_rows_are_normed(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(*shape).to(dtype).cuda(), torch.randn(shape[-1]).to(dtype).cuda()
+    exact = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)
+    assert_close(rms_norm(x, weight, 1e-5), exact * weight.double(), dtype)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "half"), [(3, 1, 32), (9, 3, 12), (32, 8, 64)])
