@@ -87,11 +87,16 @@ class MigrationsApi:
         return plan_of(asked, instance=home.incarnation, host=host.incarnation, num_layers=num_layers)
 
     async def moves(self, _request: Request) -> Response:
-        """Moves under way and past, the newest first."""
+        """Moves under way and past, the newest first: the coordinator's, and those heard of here besides. A new
+        leader knows nothing of moves whose home is gone."""
         try:
-            known, is_from_coordinator = (await ask_coordinator(self._bus, ListMoves())).moves, True
+            listed = (await ask_coordinator(self._bus, ListMoves())).moves
+            is_from_coordinator = True
         except (Unavailable, DeadlineOver):
-            known, is_from_coordinator = tuple(self._placements.moves()), False
+            listed, is_from_coordinator = (), False
+        ids = {move.move_id for move in listed}
+        known = [*listed, *(move for move in self._placements.moves() if move.move_id not in ids)]
+        known.sort(key=lambda move: move.started_unix_seconds, reverse=True)
         names = names_of(self._roster.all())
         told = [move_document(move, names) for move in known]
         return _json({"data": told, "is_from_coordinator": is_from_coordinator})

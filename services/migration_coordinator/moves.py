@@ -32,8 +32,9 @@ class Moves:
         return self._records.get(move_id)
 
     def newest_first(self) -> tuple[MoveRecord, ...]:
-        """All of them."""
-        return tuple(reversed(self._records.values()))
+        """All of them, by when they began: of earlier ones a new leader hears in any order."""
+        heard_last_first = reversed(self._records.values())
+        return tuple(sorted(heard_last_first, key=lambda one: one.started_unix_seconds, reverse=True))
 
     def under_way(self) -> list[MoveRecord]:
         """Ordered or told of, and not over."""

@@ -167,6 +167,19 @@ async def test_the_coordinators_history_is_told_newest_first(mesh: Mesh, coordin
     assert (await ask(mesh, "GET", MIGRATIONS + "/m9")).status_code == 404
 
 
+async def test_a_move_that_the_coordinator_never_heard_of_stays_in_the_list(
+    mesh: Mesh, coordinator: Coordinator
+) -> None:
+    facts = {"started_unix_seconds": 2000.0, "ended_unix_seconds": 2001.0}
+    lost = record(MovePhase.FAILED, move_id="m2", error="its home left the mesh", **facts)
+    coordinator.moves = [record(move_id="m3", started_unix_seconds=3000.0), done(move_id="m1")]
+    await mesh.bus.publish(MoveTold(move=lost))
+    await mesh.bus.publish(MoveTold(move=record(move_id="m1")))
+    await tell_placement(mesh, told(at_home()))
+    listed = (await ask(mesh, "GET", MIGRATIONS)).json()["data"]
+    assert [(m["id"], m["phase"]) for m in listed] == [("m3", "copying"), ("m2", "failed"), ("m1", "done")]
+
+
 async def test_a_move_is_cancelled_unless_it_is_unknown_or_has_switched(
     mesh: Mesh, coordinator: Coordinator
 ) -> None:

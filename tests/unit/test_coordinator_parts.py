@@ -76,6 +76,15 @@ def test_a_move_that_its_home_does_not_tell_of_ends_after_a_while():
     assert not moves.under_way()
 
 
+@given(st.permutations([1000.0, 1001.0, 1002.0, 1003.0]))
+def test_the_newest_come_first_in_whatever_order_a_new_leader_hears_of_them(started):
+    moves = Moves(10, 60.0)
+    for at in started:
+        moves.told(msgspec.structs.replace(record(str(at), MovePhase.DONE), started_unix_seconds=at), 0.0)
+    told = [one.started_unix_seconds for one in moves.newest_first()]
+    assert told == [1003.0, 1002.0, 1001.0, 1000.0]
+
+
 def test_a_home_that_was_thought_to_be_gone_has_the_last_word_on_how_its_move_ended():
     moves = Moves(10, 60.0)
     moves.told(record("a"), 0.0)
