@@ -87,8 +87,10 @@ class MigrationsApi:
         return plan_of(asked, instance=home.incarnation, host=host.incarnation, num_layers=num_layers)
 
     async def moves(self, _request: Request) -> Response:
-        """Moves under way and past, the newest first: the coordinator's, and those heard of here besides. A new
-        leader knows nothing of moves whose home is gone."""
+        """Moves under way and past, the newest first: the coordinator's, and those heard of here besides.
+
+        A new leader knows nothing of moves whose home is gone.
+        """
         try:
             listed = (await ask_coordinator(self._bus, ListMoves())).moves
             is_from_coordinator = True
