@@ -21,10 +21,6 @@ class LinkCost(msgspec.Struct, frozen=True):
     latency_seconds: float
 
 
-DEFAULT_LINK_COST = LinkCost(bytes_per_second=1e9, latency_seconds=2e-4)
-"""Before anything was measured: the order of a loopback or 10 Gbit/s link."""
-
-
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """What of a model decides the costs."""
 
@@ -168,12 +164,33 @@ def move_seconds(link: LinkCost, weight_bytes: float, kv_bytes: float, *, sync_s
     return (weight_bytes + kv_bytes) / link.bytes_per_second + sync_seconds
 
 
-def pause_seconds(
-    link: LinkCost, shape: ModelShape, module: Module, num_sequences: float, *, sync_seconds: float = 0.0
+def pause_away_seconds(
+    rewrite_bytes_per_second: float, shape: ModelShape, module: Module, num_live_blocks: float
 ) -> float:
-    """How long the switch keeps the home from its steps: the last delta is what the step before it wrote, one
-    block of each decoding sequence."""
-    return send_seconds(link, kv_bytes(shape, module, num_sequences)) + sync_seconds
+    """How long a switch on the way out keeps the home from its steps. What stays of the live blocks is copied
+    to its place in the new layout; the last KV for the host is sent, and not waited for. Lent blocks change
+    no layout."""
+    if module.kind is ModuleKind.TOKENS:
+        return 0.0
+    staying_bytes = num_live_blocks * shape.block_bytes - kv_bytes(shape, module, num_live_blocks)
+    return staying_bytes / rewrite_bytes_per_second
+
+
+def pause_home_seconds(
+    link: LinkCost,
+    rewrite_bytes_per_second: float,
+    shape: ModelShape,
+    module: Module,
+    num_live_blocks: float,
+    *,
+    num_sequences: float,
+) -> float:
+    """The same on the way home. The home waits for what the step before the switch wrote at the host, a block
+    of each decoding sequence; then all of the live blocks is copied, what stayed to its place in the new
+    layout, and what came home into it. Of lent blocks only what came: those in use are the live ones here."""
+    asked = link.latency_seconds
+    came = send_seconds(link, kv_bytes(shape, module, num_sequences))
+    return asked + came + num_live_blocks * shape.block_bytes / rewrite_bytes_per_second
 
 
 def layer_overhead_seconds(

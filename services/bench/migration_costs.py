@@ -6,7 +6,7 @@ import os
 import statistics
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from libs.bus.messages.presence import Presence
 from libs.cost.migration import LinkCost, ModelShape
 from libs.engine.hosting.calls import Settle, WriteBlocks
 from libs.engine.hosting.port import Answer
+from libs.engine.pool import BlockLayout, Pool
 from libs.placement.module import Module, heads_of
 from libs.transport.choose import make_transport
 from libs.worker.hosting.host_link import HostLink
@@ -25,6 +26,7 @@ NUM_ROUND_TRIPS = 200
 NUM_WARM_UPS = 20
 NUM_BLOCKS = 128
 NUM_WRITES = 24
+NUM_REWRITES = 5
 _TIMEOUT_SECONDS = 10.0
 
 
@@ -36,6 +38,8 @@ class HostingCost:
     """From the thread that asks over the Link to the host's engine thread and back; nothing is done there."""
     bytes_per_second: float
     """Of KV that is written there."""
+    rewrite_bytes_per_second: float
+    """Of KV in a pool of one worker, when blocks change their layout."""
 
     @property
     def link(self) -> LinkCost:
@@ -95,7 +99,22 @@ def _measure_calls(home: HostLink, came: threading.Event, shape: ModelShape) -> 
             home.call(WriteBlocks("bench", layer, torch.arange(NUM_BLOCKS).numpy(), kv))
         settle()
         best = min(best, time.perf_counter() - began)
-    return HostingCost(round_trip, NUM_WRITES * kv.nbytes / max(1e-9, best - round_trip))
+    written = NUM_WRITES * kv.nbytes / max(1e-9, best - round_trip)
+    return HostingCost(round_trip, written, _rewrite_bytes_per_second(shape, dtype))
+
+
+def _rewrite_bytes_per_second(shape: ModelShape, dtype: torch.dtype) -> float:
+    """Of the KV that stays while one head of all layers leaves."""
+    slots = tuple((layer, head) for layer in range(shape.num_layers) for head in range(shape.num_kv_heads))
+    whole = BlockLayout(slots, shape.block_size, shape.head_dim, dtype)
+    without_one = replace(whole, slots=tuple(slot for slot in slots if slot[1]))
+    pool, live, best = Pool(whole, NUM_BLOCKS, torch.device("cpu")), range(NUM_BLOCKS), math.inf
+    for _ in range(NUM_REWRITES):
+        began = time.perf_counter()
+        pool.relayout(without_one, live)
+        best = min(best, time.perf_counter() - began)
+        pool.relayout(whole, live)
+    return NUM_BLOCKS * without_one.block_bytes / best
 
 
 def attention_seconds(shape: ModelShape, num_kv_heads: int, *, num_sequences: int, num_context: int) -> float:

@@ -1,7 +1,8 @@
 """Moves as figures."""
 
-from libs.cost.migration import kv_bytes, weight_bytes
+from libs.cost.migration import kv_bytes, pause_away_seconds, pause_home_seconds, weight_bytes
 from services.bench.figures import Figure
+from services.bench.migration_mesh import NUM_STREAMS
 from services.bench.migration_trips import Measured, Trip, Watched
 
 MIB = 1 << 20
@@ -15,6 +16,7 @@ def cost_figures(measured: Measured) -> list[Figure]:
         _steps(f"{measured.dtype}: longest gap without a move", measured.quiet_gap_seconds, step),
         Figure(f"{measured.dtype}: call to a host and back", cost.round_trip_seconds * 1e6, "us"),
         Figure(f"{measured.dtype}: KV written at a host", cost.bytes_per_second / 1e9, "GB/s"),
+        Figure(f"{measured.dtype}: KV rewritten at home", cost.rewrite_bytes_per_second / 1e9, "GB/s"),
     ]
 
 
@@ -41,7 +43,9 @@ def _move_figures(
     figures = [
         _steps(f"{name}: longest gap at clients", watched.client_gap_seconds, step, most),
         _steps(f"{name}: longest gap at the worker", watched.worker_gap_seconds, step, most),
-        _steps(f"{name}: pause", record["pause_seconds"], step),
+        _milliseconds(
+            f"{name}: pause", record["pause_seconds"], _pause_seconds(measured, trip, watched), "formula"
+        ),
         _steps(f"{name}: step during the move", watched.during_seconds, step),
         _steps(f"{name}: step after it", watched.after_seconds, step),
         Figure(
@@ -58,6 +62,15 @@ def _move_figures(
         travelled = record["num_weight_bytes"] / MIB
         figures.insert(5, Figure(f"{name}: weights", travelled, "MiB", expected, "arithmetic"))
     return figures
+
+
+def _pause_seconds(measured: Measured, trip: Trip, watched: Watched) -> float:
+    cost, shape, module, live = measured.hosting, measured.shape, trip.kind.module, watched.num_live_blocks
+    if not watched.record["is_return"]:
+        return pause_away_seconds(cost.rewrite_bytes_per_second, shape, module, live)
+    return pause_home_seconds(
+        cost.link, cost.rewrite_bytes_per_second, shape, module, live, num_sequences=NUM_STREAMS
+    )
 
 
 def _steps(name: str, seconds: float, step_seconds: float, most: float | None = None) -> Figure:

@@ -24,7 +24,7 @@ SMOLLM2 = ModelShape(
 MEASURED = Measured(
     dtype="bfloat16",
     shape=SMOLLM2,
-    hosting=HostingCost(3e-4, 1e9),
+    hosting=HostingCost(3e-4, 1e9, 5e9),
     num_blocks=1000,
     num_least_blocks=100,
     quiet_gap_seconds=0.02,
@@ -84,7 +84,13 @@ def test_expected_blocks_are_those_that_both_memories_hold(kind: MoveKind) -> No
 
 def test_a_trip_is_told_with_its_aims() -> None:
     kind = KINDS["1 of 3 KV heads"]
-    away, home = watched(), watched(before_seconds=0.014, after_seconds=0.01, client_gap_seconds=0.05)
+    away = watched()
+    home = watched(
+        record=away.record | {"is_return": True},
+        before_seconds=0.014,
+        after_seconds=0.01,
+        client_gap_seconds=0.05,
+    )
     figures = {figure.name: figure for figure in trip_figures(MEASURED, Trip(kind, away, home, 0.003))}
     name = "bfloat16: 1 of 3 KV heads"
     assert figures[f"{name}, away: longest gap at clients"].met
@@ -95,6 +101,17 @@ def test_a_trip_is_told_with_its_aims() -> None:
     assert added.value == pytest.approx(4.0)
     assert added.reference == pytest.approx(3.0)
     assert figures[f"{name}, away: KV blocks, 1000 before"].reference == 1500
+
+
+def test_a_pause_is_told_beside_its_formula() -> None:
+    kind, way_out = KINDS["1 of 3 KV heads"], watched()
+    way_home = watched(record=way_out.record | {"is_return": True})
+    figures = {figure.name: figure for figure in trip_figures(MEASURED, Trip(kind, way_out, way_home, 0.003))}
+    live_bytes, last_bytes = 64 * SMOLLM2.block_bytes, 16 * SMOLLM2.block_bytes / 3
+    away, back = (figures[f"bfloat16: {kind.name}, {way}: pause"] for way in ("away", "back"))
+    assert (away.value, away.reference_name) == (pytest.approx(12.0), "formula")
+    assert away.reference == pytest.approx(1e3 * 2 / 3 * live_bytes / 5e9)
+    assert back.reference == pytest.approx(1e3 * (live_bytes / 5e9 + last_bytes / 1e9 + 3e-4))
 
 
 def test_streams_hold_blocks_for_their_prompts_and_what_came() -> None:
