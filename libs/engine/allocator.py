@@ -35,11 +35,6 @@ class BlockAllocator:
         """Blocks that somebody holds."""
         return self.num_blocks - self.num_free
 
-    @property
-    def num_named(self) -> int:
-        """Blocks that can be found by name."""
-        return len(self._block_of)
-
     def can_allocate(self, num_blocks: int) -> bool:
         """Whether `allocate(num_blocks)` would succeed."""
         return num_blocks <= self.num_free
@@ -105,10 +100,6 @@ class BlockAllocator:
         removed = [name for name, can_be_found in self._changed.items() if not can_be_found]
         self._changed.clear()
         return stored, removed
-
-    def has_name(self, block: int) -> bool:
-        """Whether others may find, and so share, this block."""
-        return block in self._name_of
 
     def live(self) -> set[int]:
         """Blocks whose content matters: held or cached."""

@@ -216,13 +216,6 @@ class Engine:
         if self._thread is not None and not self._is_over:
             self._thread.mailbox.put(Command(lambda core: core.budget.release(output)))
 
-    def set_layer_budget(self, hand_over_bytes: int) -> None:
-        """KV handed out and not yet released, at most; at least one block may always leave."""
-        if hand_over_bytes < 1:
-            raise ValueError(f"hand_over_bytes is {hand_over_bytes}; it must be at least 1")
-        if self._thread is not None and not self._is_over:
-            self._thread.mailbox.put(Command(lambda core: core.budget.set_limit(hand_over_bytes)))
-
     @property
     def hosting(self) -> Hosting:
         """Modules of other instances that run here. Raises EngineClosed before `start`."""

@@ -7,7 +7,7 @@ class HandOverBudget:
     """Counts what was handed out and not released. When nothing is on its way, one block may always leave."""
 
     def __init__(self, limit_bytes: int, block_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
         self._block_bytes = block_bytes
         self._out: set[LayerOutput] = set()
         self._out_bytes = 0
@@ -15,17 +15,13 @@ class HandOverBudget:
     @property
     def num_blocks(self) -> int:
         """Blocks, all layers of each, that may leave now."""
-        left = max(0, self.limit_bytes - self._out_bytes) // self._block_bytes
+        left = max(0, self._limit_bytes - self._out_bytes) // self._block_bytes
         return max(left, 1) if not self._out else left
 
     @property
     def out_bytes(self) -> int:
         """Handed out and not released."""
         return self._out_bytes
-
-    def set_limit(self, limit_bytes: int) -> None:
-        """From now on; what is out already stays out."""
-        self.limit_bytes = limit_bytes
 
     def take(self, output: LayerOutput) -> None:
         """One more is on its way."""

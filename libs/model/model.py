@@ -64,10 +64,6 @@ class Model:
         """Where weights lie and activations are expected."""
         return self.weights.final_norm.device
 
-    def has_layers(self, layers: range) -> bool:
-        """Whether the weights of all these layers are here."""
-        return all(layer in self.weights.layers for layer in layers)
-
     def layer(self, layer: int) -> Layer:
         """The weights of one layer.
 

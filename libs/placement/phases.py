@@ -31,31 +31,20 @@ class MovePhase(Enum):
     FAILED = "failed"
 
 
-_ROLLBACK = {MovePhase.ROLLING_BACK}
-
-_NEXT = {
-    MovePhase.PLANNED: {MovePhase.RESERVING} | _ROLLBACK,
-    MovePhase.RESERVING: {MovePhase.COPYING} | _ROLLBACK,
-    MovePhase.COPYING: {MovePhase.CATCHING_UP} | _ROLLBACK,
-    MovePhase.CATCHING_UP: {MovePhase.SWITCHING} | _ROLLBACK,
-    MovePhase.SWITCHING: {MovePhase.RELEASING} | _ROLLBACK,
-    MovePhase.RELEASING: {MovePhase.DONE},
-    MovePhase.ROLLING_BACK: {MovePhase.FAILED},
-    MovePhase.DONE: set[MovePhase](),
-    MovePhase.FAILED: set[MovePhase](),
+_UNTIL_SWITCHED = {
+    MovePhase.PLANNED,
+    MovePhase.RESERVING,
+    MovePhase.COPYING,
+    MovePhase.CATCHING_UP,
+    MovePhase.SWITCHING,
 }
-
-
-def may_follow(phase: MovePhase, then: MovePhase) -> bool:
-    """Whether a move goes from one phase to the other."""
-    return then in _NEXT[phase]
 
 
 def can_abandon(phase: MovePhase) -> bool:
     """Whether it can still be rolled back."""
-    return MovePhase.ROLLING_BACK in _NEXT[phase]
+    return phase in _UNTIL_SWITCHED
 
 
 def is_over(phase: MovePhase) -> bool:
     """Whether nothing follows."""
-    return not _NEXT[phase]
+    return phase in (MovePhase.DONE, MovePhase.FAILED)

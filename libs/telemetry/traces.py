@@ -128,11 +128,6 @@ def start_span(name: str, traceparent: str = "", **attributes: AttributeValue) -
     return _RecordedSpan(_tracing.tracer.start_span(name, context=parent, attributes=attributes))
 
 
-def current_traceparent() -> str:
-    """The `traceparent` of the span whose block we are in; empty outside of any."""
-    return "" if _tracing.tracer is None else _traceparent_of(context.get_current())
-
-
 def _traceparent_of(where: context.Context) -> str:
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, where)

@@ -40,11 +40,6 @@ class SendWindow:
         self._sent_frames = self._sent_bytes = 0
         self._released_frames = self._released_bytes = 0
 
-    @property
-    def outstanding(self) -> Credit:
-        """Sent and not known to be released."""
-        return Credit(self._sent_frames - self._released_frames, self._sent_bytes - self._released_bytes)
-
     def can_send(self, num_bytes: int) -> bool:
         """Whether a frame with a body of this size fits now. Always true once everything was released."""
         return _has_room(

@@ -1,7 +1,6 @@
 """Packets and file descriptors over a Unix socket, in an event loop. SOCK_SEQPACKET keeps the borders of
 packets; the names are abstract, so nothing is left behind in a file system."""
 
-import array
 import asyncio
 import os
 import socket
@@ -13,7 +12,6 @@ from libs.transport.port import HandshakeRefused, LinkLost
 
 RECEIVE_BYTES = 64 << 10
 PACKETS_PER_WAKEUP = 16
-_DESCRIPTOR_BYTES = array.array("i").itemsize
 
 OnPacket = Callable[[bytes, int], None]
 """Takes a packet and the descriptor that came with it, or -1."""

@@ -87,12 +87,7 @@ class Seen:
     @property
     def peak_utilization(self) -> float:
         """Of the busiest device in each round, on average; as the loop weighs it."""
-        return _mean_peak(self.rounds, "utilization")
-
-    @property
-    def peak_compute(self) -> float:
-        """The same of the part of its busy seconds that a device spends."""
-        return _mean_peak(self.rounds, "compute")
+        return _mean_peak(self.rounds)
 
     def mean_running(self, kind: str) -> float:
         """Sequences in steps of all workers of that kind together, on average; the first half of the phase,
@@ -176,6 +171,6 @@ def _rounds(url: str) -> list[dict[str, Any]]:
     return rounds[::-1]
 
 
-def _mean_peak(rounds: Sequence[dict[str, Any]], what: str) -> float:
-    peaks = [max(device[what] for device in one["devices"]) for one in rounds if one["devices"]]
+def _mean_peak(rounds: Sequence[dict[str, Any]]) -> float:
+    peaks = [max(device["utilization"] for device in one["devices"]) for one in rounds if one["devices"]]
     return statistics.fmean(peaks or [0.0])

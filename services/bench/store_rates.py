@@ -120,8 +120,8 @@ def _share(rates: Mapping[str, list[float]], name: str) -> float:
     return statistics.median(own / link for own, link in zip(rates[name], rates[f"{name} link"], strict=True))
 
 
-def _against(name: str, rate: float, link_rate: float) -> Figure:
-    return Figure(name, rate, "GB/s", link_rate, "the Link")
+def _against(name: str, gigabytes_per_second: float, link_gigabytes_per_second: float) -> Figure:
+    return Figure(name, gigabytes_per_second, "GB/s", link_gigabytes_per_second, "the Link")
 
 
 async def _put_round(worker: StoreLink, blocks: torch.Tensor) -> tuple[float, list[bytes]]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,8 +22,6 @@ from services.gateway.tenants import NOBODY, SCOPE_KEY, Tenant, Tenants
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/openapi.json"}) | PAGE_PATHS
 """Asked without a key: by load balancers, orchestrators, Prometheus, people."""
-
-log = structlog.get_logger()
 
 
 class MethodNotAllowed(ApiError):

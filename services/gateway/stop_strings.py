@@ -15,11 +15,6 @@ class StopStrings:
         self._held = ""
         self.stopped = False
 
-    @property
-    def num_held_chars(self) -> int:
-        """Characters taken in and not given out yet."""
-        return len(self._held)
-
     def push(self, text: str) -> str:
         """Take the next piece; return what can be given out now. After the stop: always the empty string."""
         if self.stopped or not self._stops:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-import structlog
-
 from libs.engine.outputs import LayerOutput, TokenOutput
 from libs.kv.checksum import checksum
 from libs.kv.tensors import bytes_of
@@ -20,8 +18,6 @@ MAX_IDS_PER_FRAME = 40
 """A header holds 4 KiB; an id may have some 90 characters."""
 
 Release = Callable[[LayerOutput], None]
-
-log = structlog.get_logger()
 
 
 class Departing(Protocol):

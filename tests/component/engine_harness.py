@@ -220,9 +220,17 @@ class GatedAttention(ReferenceAttention):
 
 
 @asynccontextmanager
-async def opened(model: Model, listener: Listener, **options: object) -> AsyncGenerator[Engine]:
+async def opened(
+    model: Model, listener: Listener, *, hand_over_bytes: int = 256 << 20, **options: object
+) -> AsyncGenerator[Engine]:
     """An engine of 120 blocks, closed at the end."""
-    sizes = EngineSettings(max_model_len=400, num_blocks=120, block_size=SIZE, max_num_batched_tokens=64)
+    sizes = EngineSettings(
+        max_model_len=400,
+        num_blocks=120,
+        block_size=SIZE,
+        max_num_batched_tokens=64,
+        hand_over_bytes=hand_over_bytes,
+    )
     opening = Engine(model, sizes, listener, **options)  # type: ignore[arg-type]  # options as Engine names them
     await opening.start()
     try:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engine_harness import (
+    BLOCK_BYTES,
     SIZE,
     alone,
     begin,
@@ -70,16 +71,14 @@ def test_prefill_here_and_decode_there_equals_one_engine(model: Model, hand_over
 
 def test_hand_overs_stay_within_their_budget(model: Model) -> None:
     outputs: list[LayerOutput] = []
-    core = engine(model, on_layers=outputs.extend)
-    block_bytes = core.pool.layout.block_bytes
-    core.budget.set_limit(3 * block_bytes + 1)
+    core = engine(model, on_layers=outputs.extend, hand_over_bytes=3 * BLOCK_BYTES + 1)
     for kind in range(3):
         begin(core, generation(prompt_of(30, kind), f"r{kind}"), hand_over=True)
     num_done = 0
     while num_done < 3:
         step = core.step()
         num_done += len(step.prompts_done)
-        assert core.budget.out_bytes <= 3 * block_bytes
+        assert core.budget.out_bytes <= 3 * BLOCK_BYTES
         if step.is_idle:
             assert outputs, "stuck with nothing on its way"
             core.budget.release(outputs.pop(0))

@@ -143,7 +143,7 @@ def test_the_load_counts_what_is_held_and_waited_for(model: Model) -> None:
     assert (load.num_blocks, load.num_used_blocks, load.block_size) == (64, 3 + 8 + 3, SIZE)
     for name in ("runs", "waits", "held"):
         core.abort(name)
-    assert core.ledger.allocator.num_named > 0
+    assert core.ledger.allocator.names()
     assert core.load().num_used_blocks == 0, "blocks only kept by name are free"
 
 

@@ -128,7 +128,7 @@ async def test_nobody_holds_weights_that_left() -> None:
         gc.collect()
         assert layer() is None
         await scene.back(away.move_id)
-        assert (await _model_of(scene)).has_layers(range(3))
+        assert list((await _model_of(scene)).weights.layers) == [0, 1, 2]
 
 
 async def _model_of(scene: MovesScene) -> Model:

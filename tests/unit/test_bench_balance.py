@@ -51,7 +51,6 @@ def test_requests_that_end_with_an_error_are_failures() -> None:
 def test_the_peak_is_the_busiest_device_of_each_round_on_average() -> None:
     phase = Seen(PHASE, rounds=[a_round("stays", 0.9, 0.1), a_round("stays"), a_round("stays", 0.2, 0.5)])
     assert phase.peak_utilization == pytest.approx(0.7)
-    assert phase.peak_compute == pytest.approx(0.35)
 
 
 def test_a_settled_phase_is_its_second_half() -> None:

@@ -71,7 +71,7 @@ def test_unnamed_blocks_go_first_then_the_longest_unused_name_with_tails_before_
     assert allocator.allocate(1) == [tail]
     assert allocator.find([b"h", b"t"]) == [head]
     assert allocator.allocate(2) == [head, other]
-    assert allocator.num_named == 0
+    assert allocator.names() == []
 
 
 def test_two_blocks_of_equal_content_leave_the_name_with_the_first() -> None:
@@ -80,9 +80,10 @@ def test_two_blocks_of_equal_content_leave_the_name_with_the_first() -> None:
     allocator.name(first, b"a")
     allocator.name(second, b"a")
     assert allocator.find([b"a"]) == [first]
-    assert not allocator.has_name(second)
     allocator.release([first, second])
     assert allocator.num_free == 2
+    assert allocator.allocate(1) == [second], "the one without a name goes first"
+    assert allocator.find([b"a"]) == [first]
 
 
 def test_forgetting_frees_what_only_its_name_kept() -> None:
@@ -104,6 +105,10 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = BlockAllocator(NUM_BLOCKS)
         self.holders: list[list[int]] = []
 
+    @property
+    def named(self) -> set[int]:
+        return {block for name in self.allocator.names() for block in self.allocator.find([name])}
+
     @rule(count=st.integers(0, NUM_BLOCKS + 1))
     def allocate(self, count: int) -> None:
         if not self.allocator.can_allocate(count):
@@ -114,7 +119,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         taken = self.allocator.allocate(count)
         assert len(set(taken)) == count
         assert not held & set(taken)
-        assert not any(self.allocator.has_name(block) for block in taken)
+        assert not self.named & set(taken)
         self.holders.append(taken)
 
     @rule(names=st.lists(NAMES, max_size=3, unique=True))
@@ -130,7 +135,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def name(self, data: st.DataObject, name: bytes) -> None:
         holder = data.draw(st.sampled_from([holder for holder in self.holders if holder]))
         block = data.draw(st.sampled_from(holder))
-        had_a_name = self.allocator.has_name(block)
+        had_a_name = block in self.named
         self.allocator.name(block, name)
         assert had_a_name or self.allocator.find([name])
 

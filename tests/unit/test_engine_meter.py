@@ -88,15 +88,12 @@ def test_settings_are_checked_and_size_the_pool() -> None:
 
 
 def test_the_hand_over_budget_lets_one_block_leave_when_nothing_is_out() -> None:
-    budget = HandOverBudget(limit_bytes=100, block_bytes=64)
-    assert budget.num_blocks == 1
-    budget.set_limit(10)
-    assert budget.num_blocks == 1
     output = LayerOutput("r", 0, 0, torch.zeros(64, dtype=torch.uint8))
-    budget.take(output)
-    assert budget.num_blocks == 0
-    budget.set_limit(64 * 3)
-    assert budget.num_blocks == 2
-    budget.release(output)
-    budget.release(output)
-    assert (budget.out_bytes, budget.num_blocks) == (0, 3)
+    for limit_bytes, num_before, num_after in ((10, 1, 0), (100, 1, 0), (64 * 3, 3, 2)):
+        budget = HandOverBudget(limit_bytes, block_bytes=64)
+        assert budget.num_blocks == num_before
+        budget.take(output)
+        assert budget.num_blocks == num_after
+        budget.release(output)
+        budget.release(output)
+        assert (budget.out_bytes, budget.num_blocks) == (0, num_before)

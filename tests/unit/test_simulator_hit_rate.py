@@ -5,8 +5,8 @@ from collections import OrderedDict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trace_hit_rate import hit_rate
 
-from libs.simulator.hit_rate import hit_rate
 from libs.simulator.trace import TraceRequest
 
 

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+from trace_hit_rate import hit_rate
 
 from libs.cost.fetch import FetchCost
 from libs.cost.prefill import PrefillCost
 from libs.routing.policies import POLICIES
 from libs.simulator.cluster import Cluster
-from libs.simulator.hit_rate import hit_rate
 from libs.simulator.shape import ClusterShape, DecodeCost, DecodeShape, PrefillShape, StoreShape
 from libs.simulator.trace import TraceRequest, read_trace
 

@@ -20,11 +20,6 @@ class Turns:
         self._now = 0.0
         """Virtual time of the last that was chosen."""
 
-    @property
-    def num_remembered(self) -> int:
-        """Parties whose time is kept."""
-        return len(self._seconds)
-
     def next(self, ready: Iterable[str]) -> str:
         """Who is to run now, of all that have something to run; a guest before own steps when equal.
 
