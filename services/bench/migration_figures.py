@@ -67,7 +67,9 @@ def _move_figures(
 def _pause_seconds(measured: Measured, trip: Trip, watched: Watched) -> float:
     cost, shape, module, live = measured.hosting, measured.shape, trip.kind.module, watched.num_live_blocks
     if not watched.record["is_return"]:
-        return pause_away_seconds(cost.rewrite_bytes_per_second, shape, module, live)
+        return pause_away_seconds(
+            cost.rewrite_bytes_per_second, shape, module, live, num_sequences=NUM_STREAMS
+        )
     return pause_home_seconds(
         cost.link, cost.rewrite_bytes_per_second, shape, module, live, num_sequences=NUM_STREAMS
     )

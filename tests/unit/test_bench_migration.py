@@ -110,7 +110,7 @@ def test_a_pause_is_told_beside_its_formula() -> None:
     live_bytes, last_bytes = 64 * SMOLLM2.block_bytes, 16 * SMOLLM2.block_bytes / 3
     away, back = (figures[f"bfloat16: {kind.name}, {way}: pause"] for way in ("away", "back"))
     assert (away.value, away.reference_name) == (pytest.approx(12.0), "formula")
-    assert away.reference == pytest.approx(1e3 * 2 / 3 * live_bytes / 5e9)
+    assert away.reference == pytest.approx(1e3 * (2 / 3 * live_bytes + last_bytes) / 5e9)
     assert back.reference == pytest.approx(1e3 * (live_bytes / 5e9 + last_bytes / 1e9 + 3e-4))
 
 

@@ -116,10 +116,11 @@ BLOCK_BYTES = 16 * 40 * 8 * 2 * 128 * 2
 """Of the model with grouped queries; an eighth of it is KV of two heads in half of the layers."""
 
 
-def test_a_switch_away_pauses_to_copy_what_stays_and_not_for_the_host() -> None:
-    pause = pause_away_seconds(5e9, GROUPED, heads_of(0, 20, (0, 1)), 300)
-    assert pause == pytest.approx(300 * BLOCK_BYTES * (1 - 1 / 8) / 5e9)
-    assert pause_away_seconds(5e9, GROUPED, whole_layers(0, 40), 300) == 0.0
+def test_a_switch_away_pauses_to_copy_what_stays_and_the_last_of_what_leaves_and_not_for_the_host() -> None:
+    pause = pause_away_seconds(5e9, GROUPED, heads_of(0, 20, (0, 1)), 300, num_sequences=16)
+    assert pause == pytest.approx((300 * (1 - 1 / 8) + 16 / 8) * BLOCK_BYTES / 5e9)
+    everything = pause_away_seconds(5e9, GROUPED, whole_layers(0, 40), 300, num_sequences=16)
+    assert everything == pytest.approx(16 * BLOCK_BYTES / 5e9)
 
 
 def test_a_switch_home_pauses_for_the_last_blocks_and_to_copy_all() -> None:
@@ -129,7 +130,7 @@ def test_a_switch_home_pauses_for_the_last_blocks_and_to_copy_all() -> None:
 
 
 def test_lent_blocks_change_no_layout_and_only_those_in_use_come_home() -> None:
-    assert pause_away_seconds(5e9, GROUPED, lent_blocks(40), 300) == 0.0
+    assert pause_away_seconds(5e9, GROUPED, lent_blocks(40), 300, num_sequences=16) == 0.0
     pause = pause_home_seconds(LINK, 5e9, GROUPED, lent_blocks(40), 12, num_sequences=0)
     assert pause == pytest.approx(2 * LINK.latency_seconds + 12 * BLOCK_BYTES / 5e9)
 
