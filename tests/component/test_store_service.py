@@ -227,6 +227,11 @@ async def test_events_and_snapshots_tell_what_is_in_which_tier(scene: StoreScene
     assert page.next_page == 0
     told = {stored.tier: len(stored.names) // 16 for stored in page.stored}
     assert told == {Tier.DRAM: 4, Tier.DISK: 8}
+    few = await worker.bus.request(KvSnapshot(max_names=3), to=store.incarnation, timeout_seconds=5)
+    assert [(stored.tier, len(stored.names) // 16) for stored in few.stored] == [
+        (Tier.DRAM, 3),
+        (Tier.DISK, 3),
+    ]
 
 
 @pytest.mark.parametrize("setting", ["traces/store-0.jsonl", "traces/"])

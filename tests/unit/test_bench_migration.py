@@ -65,9 +65,10 @@ def test_each_kind_of_move_is_one_that_the_instance_can_make() -> None:
         assert kind.most_steps == (3.0 if kind.module.kind is ModuleKind.HEADS else 5.0)
 
 
+@pytest.mark.parametrize("num_copies", [1, 2])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_expected_blocks_are_those_that_both_memories_hold(kind: MoveKind) -> None:
-    blocks = MEASURED.expected_blocks(kind)
+def test_expected_blocks_are_those_that_both_memories_hold(kind: MoveKind, num_copies: int) -> None:
+    blocks = replace(MEASURED, num_weight_copies=num_copies).expected_blocks(kind)
     placed = Placed(move_id="m", module=kind.module, worker="host")
     stays = len(all_home("home", 30, 3).with_module(placed).resident_slots())
     slot_bytes = SMOLLM2.block_bytes // 90
@@ -75,7 +76,7 @@ def test_expected_blocks_are_those_that_both_memories_hold(kind: MoveKind) -> No
     weights = 10 * SMOLLM2.layer_weight_bytes if kind.with_weights else 0
 
     def fits(count: int) -> bool:
-        at_home = count * stays * slot_bytes <= pool_bytes + weights
+        at_home = count * stays * slot_bytes <= pool_bytes + num_copies * weights
         return at_home and count * (90 - stays) * slot_bytes + weights + least_bytes <= pool_bytes
 
     assert fits(blocks)
