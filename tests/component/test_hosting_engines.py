@@ -82,7 +82,7 @@ async def test_own_sequences_and_guests_run_side_by_side_and_neither_errs() -> N
         )
         assert granted == 12
         for number in range(3):
-            await run(engine, f"own{number}", 20 + number, 100)
+            await run(engine, f"own{number}", 23 + number, 100)
         num_steps = 0
         while len(heard.ids("own0")) < 100:
             if home.lens.max() >= 30:
@@ -94,7 +94,7 @@ async def test_own_sequences_and_guests_run_side_by_side_and_neither_errs() -> N
         assert num_steps > 3
         await heard.until(lambda: all(len(heard.ids(f"own{number}")) == 100 for number in range(3)))
         for number in range(3):
-            assert heard.ids(f"own{number}") == alone(f"own{number}", 20 + number, 100)
+            assert heard.ids(f"own{number}") == alone(f"own{number}", 23 + number, 100)
 
 
 async def test_memory_comes_back_when_a_module_a_guest_or_all_is_closed() -> None:

@@ -1,7 +1,9 @@
 """The real mesh as a black box: `services.up` as a child process, real NATS, real UCX, the real model."""
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -21,9 +23,13 @@ START_TIMEOUT_SECONDS = 180.0
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives away: the mesh takes many of them before its gateway binds."""
+    first_given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(10_000, first_given_away), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def until(happened: Callable[[], Any], *, timeout_seconds: float, what: str) -> Any:
@@ -134,7 +140,7 @@ class Mesh:
         """The same of one service."""
         return _metric(self.service(name), stem, labels)
 
-    def wait_idle(self, timeout_seconds: float = 10.0) -> None:
+    def wait_idle(self, timeout_seconds: float = 30.0) -> None:
         until(
             lambda: not any(self.gauges().values()),
             timeout_seconds=timeout_seconds,

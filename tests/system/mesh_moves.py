@@ -15,7 +15,7 @@ from black_box import MODEL, Mesh
 from libs.bus.nats_bus import NatsBus
 
 MOVE_TIMEOUT_SECONDS = 150.0
-HOME_TIMEOUT_SECONDS = 20.0
+HOME_TIMEOUT_SECONDS = 40.0
 REFUSED_SECONDS = 0.2
 """Who was refused asks again after so long."""
 

@@ -54,7 +54,7 @@ async def test_streams_survive_the_death_of_a_worker(double_mesh: Mesh, victim: 
     assert not wrong, [(expected[i], texts[i]) for i in wrong]
     assert texts.count(None) <= NUM_STREAMS // 4, "replay saves nearly every stream"
     await asyncio.to_thread(mesh.wait_restarted, victim, dead)
-    await asyncio.to_thread(mesh.wait_idle, 15.0)
+    await asyncio.to_thread(mesh.wait_idle)
     others = {s["name"]: s["incarnation"] for s in mesh.services() if s["name"] != victim}
     again = await asyncio.gather(*(_stream(client, _prompt(i)) for i in range(NUM_STREAMS)))
     assert again == expected

@@ -128,8 +128,8 @@ def test_modules_and_moves_are_readable_and_named(
 
 
 def test_the_picture_says_in_words_what_it_shows(scene: Scene, page: Page) -> None:
-    said = see(page, label_of("decode-0"), "a name")
-    assert said == "decode-0: 30 layers across, 3 KV heads down; all at home"
+    home = "decode-0: 30 layers across, 3 KV heads down; all at home"
+    see(page, f"{label_of('decode-0')} === {home!r}", "a name")
     scene.tell(told(MIXED), told(at_home(PREFILL), hosted=(hosted(whole_layers(20, 30)),)))
     said = see(
         page,
@@ -225,7 +225,7 @@ def test_a_move_is_seen_phase_by_phase_and_then_among_those_that_ended(scene: Sc
     card = page.ask("document.querySelector('#under-way [data-id=live-1]').innerText").replace("\u00a0", " ")
     for said in ("layers 20-29 of decode-0 to prefill-0 (migrate)", "1.25 s", "25 % of 48 MiB", "KV 12 MiB"):
         assert said in card
-    assert "on the way to prefill-0" in page.ask(label_of("decode-0"))
+    see(page, f"{label_of('decode-0')}.includes('on the way to prefill-0')", "where it goes")
     scene.tell(MoveTold(move=done(**facts | {"ended_unix_seconds": now + 2})))
     line = "document.querySelector('#ended [data-id=live-1]')"
     see(page, f"!!{line} && !document.querySelector('#under-way [data-id=live-1]')", "it has ended")

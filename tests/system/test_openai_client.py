@@ -59,7 +59,7 @@ def test_a_seed_repeats_a_sampled_text_and_another_seed_changes_it(mesh: Mesh) -
 
 def test_completions_take_text_tokens_and_lists_of_both(mesh: Mesh) -> None:
     client = mesh.client()
-    texts = ["The sky is", "Water boils at"]
+    texts = ["Grass is", "Water boils at"]
     by_text = client.completions.create(model=MODEL, prompt=texts, temperature=0, max_tokens=8)
     tokens = [
         client.post("/../tokenize", body={"model": MODEL, "prompt": text}, cast_to=dict)["tokens"]  # type: ignore[index]

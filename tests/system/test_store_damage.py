@@ -28,6 +28,12 @@ FLAGS = (
     "1",
     "--coordinators",
     "0",
+    "--store-fetch-when",
+    "always",
+    "--store-find-timeout-seconds",
+    "10",
+    "--store-fetch-timeout-seconds",
+    "20",
 )
 
 

@@ -25,6 +25,7 @@ MANY_TOKENS = 96
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """Two prefill workers, so that what one of them computed comes to the other through the store."""
     flags = ["--dtype", "float32", "--prefill", "2", "--num-blocks", "256", "--policy", "round_robin"]
+    flags += ["--store-find-timeout-seconds", "10", "--store-fetch-timeout-seconds", "20"]
     flags += ["--store-fetch-when", "always", "--api-key", f"{ONE},{TWO}"]
     state_dir = tmp_path_factory.mktemp("tenants")
     yield from running_mesh(state_dir, *flags, "--access-trace", str(state_dir / TRACE))
