@@ -14,13 +14,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from libs.kv.block_forest import NO_NODE, BlockForest
 from libs.kv.eviction import EvictionKind, EvictionOrder
 from libs.kv.names import NAME_BYTES
 
 MEMORY: Final = 1
 DISK: Final = 2
 TIERS: Final = (MEMORY, DISK)
-NO_NODE: Final = -1
 NO_SLOT: Final = -1
 NO_GROUP: Final = -1
 
@@ -40,14 +40,8 @@ class BlockTree:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._names = np.zeros((capacity, NAME_BYTES), dtype=np.uint8)
         self._order = {tier: EvictionOrder(eviction, capacity) for tier in TIERS}
-        # Links are node + 1, so that untouched memory means none.
-        self._parent, self._first_child, self._next, self._previous = (
-            np.zeros(capacity, dtype=np.int32) for _ in range(4)
-        )
-        self._orphans: dict[bytes, int] = {}
-        """By the name of a parent that is not here: the first of its children."""
-        self._awaits: dict[int, bytes] = {}
-        self.num_children = np.zeros(capacity, dtype=np.int32)
+        self._forest = BlockForest(capacity)
+        self.num_children = self._forest.num_children
         """In any tier."""
         self.num_readers = np.zeros(capacity, dtype=np.int32)
         self.num_hits = np.zeros(capacity, dtype=np.int32)
@@ -99,7 +93,7 @@ class BlockTree:
 
     def parent_of(self, node: int) -> int:
         """NO_NODE for a root."""
-        return int(self._parent[node]) - 1
+        return self._forest.parent_of(node)
 
     def is_in(self, node: int, tier: int) -> bool:
         """Whether the block lies in this tier."""
@@ -117,7 +111,7 @@ class BlockTree:
     def parent_name_of(self, node: int) -> bytes:
         """Also where the parent is not here; b"" at the start of a chain."""
         parent = self.parent_of(node)
-        return self._awaits.get(node, b"") if parent == NO_NODE else self.name_of(parent)
+        return self._forest.awaited_by(node) if parent == NO_NODE else self.name_of(parent)
 
     def num_in(self, tier: int) -> int:
         """Blocks in this tier."""
@@ -232,7 +226,7 @@ class BlockTree:
     def doom(self, node: int) -> list[int]:
         """It is lost, and its subtree with it: none can be found from now on. Returns those that nobody
         reads, children first: `forget` each. The others come from `end_reading`."""
-        subtree = list(self._subtree(node))[::-1]
+        subtree = list(self._forest.subtree(node))[::-1]
         for each in subtree:
             self._unname(each)
             self._is_doomed[each] = True
@@ -273,53 +267,13 @@ class BlockTree:
         return bool(self._order[MEMORY + DISK - tier].is_member[node])
 
     def _join(self, node: int, name: bytes, parent_name: bytes) -> None:
-        """Link a new node to its parent, or let it wait for one; then to children that waited for it."""
+        """Link a new node, which is in no tier yet, to its parent, and to children that waited for it."""
         parent = self.node_of(parent_name) if parent_name else NO_NODE
-        if parent not in (NO_NODE, node):
-            self._link(node, parent)
-        elif parent == NO_NODE and parent_name:
-            self._awaits[node] = parent_name
-            self._push(node, self._orphans.get(parent_name, 0))
-            self._orphans[parent_name] = node + 1
-        waiting = self._orphans.pop(name, 0)
-        root = self._root_of(node) if waiting else node
-        while waiting:
-            child, waiting = waiting - 1, int(self._next[waiting - 1])
-            self._next[child] = self._previous[child] = 0
-            del self._awaits[child]
-            if child != root:  # or else somebody named its own descendant as its parent
-                self._link(child, node)
-                self.group[list(self._subtree(child))] = NO_GROUP
-
-    def _link(self, child: int, parent: int) -> None:
-        self._parent[child] = parent + 1
-        self._push(child, int(self._first_child[parent]))
-        self._first_child[parent] = child + 1
-        self.num_children[parent] += 1
-        for order in self._order.values():
-            if order.is_member[child]:
-                order.link(parent)
-
-    def _push(self, node: int, head: int) -> None:
-        self._next[node], self._previous[node] = head, 0
-        if head:
-            self._previous[head - 1] = node + 1
-
-    def _root_of(self, node: int) -> int:
-        while (parent := self.parent_of(node)) != NO_NODE:
-            node = parent
-        return node
-
-    def _subtree(self, top: int) -> Iterator[int]:
-        """Parents before children."""
-        waiting = [top]
-        while waiting:
-            node = waiting.pop()
-            yield node
-            child = int(self._first_child[node])
-            while child:
-                waiting.append(child - 1)
-                child = int(self._next[child - 1])
+        for child in self._forest.join(node, name, parent, parent_name):
+            for order in self._order.values():
+                if order.is_member[child]:
+                    order.link(node)
+            self.group[list(self._forest.subtree(child))] = NO_GROUP
 
     def _unname(self, node: int) -> None:
         name = self.name_of(node)
@@ -329,35 +283,7 @@ class BlockTree:
             self._num_held -= 1
 
     def _release(self, node: int) -> None:
-        for child in list(self._children(node)):
-            # Only lost blocks that are still read outlive their parents.
-            self._parent[child] = self._next[child] = self._previous[child] = 0
-        self._unlink(node)
-        self._first_child[node] = self.num_children[node] = 0
+        self._forest.leave(node)  # only lost blocks that are still read outlive their parents
         for order in self._order.values():
             order.num_children[node] = 0
         self._free.append(node)
-
-    def _children(self, node: int) -> Iterator[int]:
-        child = int(self._first_child[node])
-        while child:
-            following = int(self._next[child - 1])
-            yield child - 1
-            child = following
-
-    def _unlink(self, node: int) -> None:
-        following, previous = int(self._next[node]), int(self._previous[node])
-        parent, awaited = self.parent_of(node), self._awaits.pop(node, None)
-        if following:
-            self._previous[following - 1] = previous
-        if previous:
-            self._next[previous - 1] = following
-        elif parent != NO_NODE:
-            self._first_child[parent] = following
-        elif awaited is not None and following:
-            self._orphans[awaited] = following
-        elif awaited is not None:
-            del self._orphans[awaited]
-        if parent != NO_NODE:
-            self.num_children[parent] -= 1
-        self._parent[node] = self._next[node] = self._previous[node] = 0

@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from libs.kv.block_tree import NO_GROUP, NO_NODE, BlockTree
+from libs.kv.block_forest import NO_NODE
+from libs.kv.block_tree import NO_GROUP, BlockTree
 
 REST: Final = 0
 MAX_UNKNOWN = 2000

@@ -9,7 +9,8 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from libs.kv.block_tree import DISK, MEMORY, NO_NODE
+from libs.kv.block_forest import NO_NODE
+from libs.kv.block_tree import DISK, MEMORY
 from libs.kv.write_policy import (
     WritePolicy,
     is_written_at_the_end,

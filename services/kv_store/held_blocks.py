@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from libs.bus.messages.kv_events import Tier
-from libs.kv.block_tree import DISK, MEMORY, NO_NODE, NO_SLOT, BlockTree
+from libs.kv.block_forest import NO_NODE
+from libs.kv.block_tree import DISK, MEMORY, NO_SLOT, BlockTree
 from libs.kv.checksum import block_checksums, checksum_of_blocks
 from libs.kv.eviction import EvictionKind
 from services.kv_store.slab import Shape, Slab, Slots, Stretch

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from libs.bus.messages.store import BlocksCorrupt
-from libs.kv.block_tree import DISK, MEMORY, NO_NODE
+from libs.kv.block_forest import NO_NODE
+from libs.kv.block_tree import DISK, MEMORY
 from libs.kv.checksum import checksum
 from libs.kv.names import split_names
 from services.kv_store.disk.blocks import BlockToRead

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from libs.kv.block_tree import DISK, MEMORY, NO_NODE, TIERS, BlockTree, TreeFull
+from libs.kv.block_forest import NO_NODE
+from libs.kv.block_tree import DISK, MEMORY, TIERS, BlockTree, TreeFull
 from libs.kv.eviction import EvictionKind
 
 NUM_NAMES = 12
