@@ -5,6 +5,10 @@ import importlib.util
 
 import structlog
 
+LAUNCH_OPTIONS = {"enable_fp_fusion": True}
+"""A product and its sum are rounded once, as by the CPU kernels. It is said, because what Triton does unasked
+changes with its version."""
+
 _log = structlog.get_logger()
 
 

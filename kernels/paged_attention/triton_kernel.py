@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.paged_attention.contract import AttentionBatch
+from kernels.triton_available import LAUNCH_OPTIONS
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
@@ -43,6 +44,7 @@ class TritonAttention:
                 COLUMNS=triton.next_power_of_2(num_heads * head_dim),
                 HEAD_DIM=head_dim,
                 BLOCK_SIZE=kv.shape[3],
+                **LAUNCH_OPTIONS,
             )
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, batch: AttentionBatch, scale: float) -> torch.Tensor:
@@ -96,6 +98,7 @@ class TritonAttention:
                 ROWS=rows,
                 KEYS=keys,
                 num_stages=2,
+                **LAUNCH_OPTIONS,
             )
         return out
 

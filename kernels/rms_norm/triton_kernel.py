@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_available import LAUNCH_OPTIONS
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm over the last dim of `[T, d]` or `[T, H, d]`."""
@@ -18,7 +20,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     inner_rows = x.shape[1] if x.dim() == 3 else 1
     with torch.cuda.device_of(x):
         _rms_norm[(x.shape[0] * inner_rows,)](
-            x, weight, out, x.stride(0), inner_rows, width, eps, COLUMNS=triton.next_power_of_2(width)
+            x,
+            weight,
+            out,
+            x.stride(0),
+            inner_rows,
+            width,
+            eps,
+            COLUMNS=triton.next_power_of_2(width),
+            **LAUNCH_OPTIONS,
         )
     return out
 

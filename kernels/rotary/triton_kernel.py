@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_available import LAUNCH_OPTIONS
+
 
 def rotate_(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate q and k `[T, H, hd]` in place."""
@@ -28,6 +30,7 @@ def rotate_(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
             Q_HEADS=triton.next_power_of_2(num_q_heads),
             K_HEADS=triton.next_power_of_2(k.shape[1]),
             HALF=triton.next_power_of_2(head_dim // 2),
+            **LAUNCH_OPTIONS,
         )
 
 

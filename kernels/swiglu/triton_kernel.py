@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton_available import LAUNCH_OPTIONS
+
 _COLUMNS = 1024
 
 
@@ -19,7 +21,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if out.numel():
         with torch.cuda.device_of(out):
             _silu_mul[num_tokens, triton.cdiv(width, _COLUMNS)](
-                gate_up, out, gate_up.stride(0), width, COLUMNS=_COLUMNS
+                gate_up, out, gate_up.stride(0), width, COLUMNS=_COLUMNS, **LAUNCH_OPTIONS
             )
     return out
 

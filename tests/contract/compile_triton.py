@@ -14,6 +14,7 @@ from kernels.paged_attention import triton_kernel as paged_attention
 from kernels.rms_norm import triton_kernel as rms_norm
 from kernels.rotary import triton_kernel as rotary
 from kernels.swiglu import triton_kernel as swiglu
+from kernels.triton_available import LAUNCH_OPTIONS
 
 ENTRIES = {
     paged_attention: ("_write_kv", "_attend"),
@@ -51,7 +52,8 @@ def compile_entry(module: types.ModuleType, name: str, dtype: str, capability: i
     signature = {argument: known.get(argument, "i32") for argument in entry.arg_names}
     constants = {(entry.arg_names.index(argument),): value for argument, value in fixed.items()}
     source = ASTSource(fn=entry, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
+    options = {"num_stages": 2, **LAUNCH_OPTIONS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     print(name, dtype, "full" if is_full else "plain", len(compiled.asm["cubin"]))
 
 

@@ -35,7 +35,7 @@ def test_they_compile_for_a_cuda_device(capability: int, tmp_path: Path) -> None
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     compiled = subprocess.run(
-        [sys.executable, PROGRAM, str(capability)],
+        [sys.executable, "-W", "error", PROGRAM, str(capability)],
         capture_output=True,
         text=True,
         env=environment,
