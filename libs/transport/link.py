@@ -183,6 +183,8 @@ class PeerLink:
             self._pump()
 
     def _expire(self, sending: Sending, timeout_seconds: float) -> None:
+        if sending.is_done:  # taken in the same turn of the loop: its caller is about to end this timer
+            return
         what = f"a send of {sending.body.num_bytes} bytes to {self._peer}"
         state = "was not taken" if sending.is_posted else "got no credit: the peer does not consume"
         sending.finish(LinkTimeout(f"{what} {state} within {timeout_seconds} s"))

@@ -76,6 +76,16 @@ def test_a_send_that_is_not_taken_ends_at_its_deadline_and_takes_the_link_with_i
     run_virtually(scenario())
 
 
+def test_a_deadline_in_the_turn_in_which_a_send_was_taken_costs_nothing(run_virtually: Run) -> None:
+    async def scenario() -> None:
+        h, loop = Harness(), asyncio.get_running_loop()
+        loop.call_at(loop.time() + 1.0, lambda: h.link.on_sent(h.wire.posted[0]))
+        await (await h.send(10, 1.0))
+        assert (h.link.is_open, h.wire.num_aborts) == (True, 0)
+
+    run_virtually(scenario())
+
+
 def test_a_send_that_gets_no_credit_says_so(run_virtually: Run) -> None:
     async def scenario() -> None:
         h = Harness()
