@@ -131,9 +131,12 @@ async def test_kill_9_in_the_middle_of_sends_fails_them_within_a_second(
     process.send_signal(signal.SIGSTOP)  # so that the sends are certainly under way
     sends = [asyncio.ensure_future(link.send(b"h", body, timeout_seconds=SECONDS)) for _ in range(6)]
     _, pending = await asyncio.wait(sends, timeout=0.5)
-    assert pending
+    beyond_window = sends[3:]
+    assert pending.issuperset(beyond_window)
     process.send_signal(signal.SIGKILL)
-    await lost_within(1.0, *pending, link.receive())
+    await lost_within(1.0, *beyond_window, link.receive())
+    within_window = await asyncio.gather(*sends[:3], return_exceptions=True)
+    assert {type(outcome) for outcome in within_window} <= {type(None), LinkLost}
     assert transport.num_open_links() == 0
 
 
