@@ -138,10 +138,9 @@ def _lacks_room(home: Device, predicted: Predicted) -> str:
 
 
 def _worth(gain: float, benefit: float, cost: float, settings: BalancingSettings) -> str:
-    if gain < 0.0005:
-        return "would not lower the peak"
     if gain < settings.min_gain:
-        return f"would lower the peak by {gain:.3f} only"
+        is_told_as_none = gain < 0.0005
+        return "would not lower the peak" if is_told_as_none else f"would lower the peak by {gain:.3f} only"
     if benefit <= (1 + settings.benefit_margin) * cost:
         return "costs more than it brings"
     return PAYS
