@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-_FIGURE = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?![\w-])")
+_FIGURE = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?![\w-]|\.\d)")
 """Not the number in a name, as in decode-0, nor of layers, as in 20-29."""
 
 

@@ -254,6 +254,12 @@ def test_a_figure_in_which_lines_differ_becomes_its_range(figures: list[str]) ->
     assert len(told) == (1 if numbers[0] == numbers[-1] else 2)
 
 
+@pytest.mark.parametrize("word", ["decode-0", "20-29", "0.25-0.3", "1.5x", "v1.2.3", "3s", "1.5.", "2, 3"])
+def test_a_number_within_a_word_is_no_figure(word: str) -> None:
+    shape = {"1.5.": "#.", "2, 3": "#, #"}.get(word, word)
+    assert shape_of(f"cost {word}") == f"cost {shape}"
+
+
 def test_quiet_rounds_are_told_together_unless_their_reason_changes() -> None:
     quiet = [seen(n, decision=f"stays: gap 0.{n} is below 0.1") for n in (5, 4, 3)]
     said = explained(seen(6, decision="stays: cooling down"), *quiet, seen(2, move_id="m"))
