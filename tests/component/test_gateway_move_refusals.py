@@ -75,9 +75,11 @@ DENIALS = {
     DenialReason.NOT_FOUND: (404, "module_not_found", "layers"),
     DenialReason.INVALID: (400, "invalid_move", "layers"),
 }
+OF_A_WORKER = (DenialReason.INSTANCE_NOT_FOUND, DenialReason.WORKER_NOT_FOUND)
+"""Told in words of the gateway's own."""
 
 
-@pytest.mark.parametrize("reason", DENIALS)
+@pytest.mark.parametrize("reason", [reason for reason in DenialReason if reason not in OF_A_WORKER])
 async def test_the_coordinators_no_is_told_with_the_present_epoch(
     mesh: Mesh, coordinator: Coordinator, reason: DenialReason
 ) -> None:
@@ -100,12 +102,12 @@ async def test_an_epoch_that_nobody_knows_is_not_told(mesh: Mesh, coordinator: C
 CANCEL_DENIALS = {
     **DENIALS,
     **{reason: (409, "cannot_cancel", None) for reason, (status, _, _) in DENIALS.items() if status == 409},
-    DenialReason.INVALID: (409, "cannot_cancel", None),
+    **dict.fromkeys((DenialReason.INVALID, *OF_A_WORKER), (409, "cannot_cancel", None)),
     DenialReason.NOT_FOUND: (404, "migration_not_found", "id"),
 }
 
 
-@pytest.mark.parametrize("reason", DENIALS)
+@pytest.mark.parametrize("reason", DenialReason)
 async def test_cancelling_is_404_for_unknown_moves_alone(
     mesh: Mesh, coordinator: Coordinator, reason: DenialReason
 ) -> None:
