@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,10 +27,9 @@ _LEAVE_SECONDS = 5.0
 
 async def start(prepared: Prepared) -> int:
     """Returns the exit code: 0 as asked, 2 bad settings, 130 killed by a second Ctrl-C, 141 when unread."""
-    log_dir = prepared.state_dir / "logs"
     unread = asyncio.Event()
     display = new_display(unread.set)
-    with (log_dir / "up.log").open("w", encoding="utf-8") as log, prepared.lock:
+    with (_log_dir(prepared) / "up.log").open("w", encoding="utf-8") as log, prepared.lock:
         configure_logs("up", "up", "", log_format="json", stream=log)
         try:
             return await _run(prepared, display, unread)
@@ -38,23 +38,15 @@ async def start(prepared: Prepared) -> int:
 
 
 async def _run(prepared: Prepared, display: Display, unread: asyncio.Event) -> int:
-    settings, log_dir = prepared.settings, prepared.state_dir / "logs"
+    settings = prepared.settings
     programs = [_program(child) for child in prepared.children]
     nats_url = settings.nats_server
     if not nats_url:
         broker = plan_broker(prepared.state_dir / "nats")
         nats_url, programs = broker.url, [broker.program, *programs]
     workers = f"{settings.prefill} prefill, {settings.decode} decode"
-    display.text(f"kvmesh {version('kvmesh')}: {settings.model}, {workers}; logs in {log_dir}")
-    environ = {**prepared.environ, "KVMESH_NATS_SERVER": nats_url}
-    mesh = Mesh(
-        programs,
-        environ,
-        display,
-        log_dir,
-        drain_timeout_seconds=settings.drain_timeout_seconds,
-        stable_seconds=settings.stable_seconds,
-    )
+    display.text(f"kvmesh {version('kvmesh')}: {settings.model}, {workers}; logs in {_log_dir(prepared)}")
+    mesh = _new_mesh(prepared, display, programs, nats_url)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, mesh.ask_stop)
@@ -64,12 +56,28 @@ async def _run(prepared: Prepared, display: Display, unread: asyncio.Event) -> i
             group.create_task(_stop_when(unread, mesh), name="unread"),
         ]
         exit_code = await mesh.run()
+        exit_code = EXIT_READER_GONE if unread.is_set() else exit_code
         display.close()
         # Everything has ended; a library that swallows this cancellation must not keep us.
         end_at_latest_after(_LEAVE_SECONDS, exit_code)
         for side in sides:
             side.cancel()
-    return EXIT_READER_GONE if unread.is_set() else exit_code
+    return exit_code
+
+
+def _log_dir(prepared: Prepared) -> Path:
+    return prepared.state_dir / "logs"
+
+
+def _new_mesh(prepared: Prepared, display: Display, programs: Sequence[Program], nats_url: str) -> Mesh:
+    return Mesh(
+        programs,
+        {**prepared.environ, "KVMESH_NATS_SERVER": nats_url},
+        display,
+        _log_dir(prepared),
+        drain_timeout_seconds=prepared.settings.drain_timeout_seconds,
+        stable_seconds=prepared.settings.stable_seconds,
+    )
 
 
 async def _stop_when(unread: asyncio.Event, mesh: Mesh) -> None:
