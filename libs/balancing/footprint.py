@@ -1,6 +1,7 @@
 """Bytes: what a module takes at its host, and how many blocks an instance has when some of it is away."""
 
 from libs.balancing.mesh_view import Device
+from libs.cost.migration import weight_memory_bytes
 from libs.placement.module import Module, ModuleKind
 from libs.placement.placement import Placement
 
@@ -34,9 +35,8 @@ def module_block_bytes(device: Device, module: Module) -> float:
 def usable_bytes(device: Device) -> float:
     """Of its memory for its own blocks; weights that went away have left theirs."""
     freed = sum(
-        len(one.module.layers) * device.shape.layer_weight_bytes
+        weight_memory_bytes(device.shape, one.module, with_weights=not one.has_weights_at_home)
         for one in device.placement.placed
-        if not one.has_weights_at_home
     )
     known = device.memory_bytes or device.hosted_bytes + _pool_bytes(device)
     return max(0.0, known + freed - device.hosted_bytes)

@@ -16,7 +16,14 @@ from libs.balancing.footprint import (
 )
 from libs.balancing.mesh_view import BringHome, Device, MoveAway, Role
 from libs.balancing.settings import BalancingSettings
-from libs.cost.migration import LinkCost, kv_bytes, move_seconds, step_overhead_seconds, weight_bytes
+from libs.cost.migration import (
+    LinkCost,
+    kv_bytes,
+    move_seconds,
+    step_overhead_seconds,
+    weight_bytes,
+    weight_memory_bytes,
+)
 from libs.placement.module import Module, ModuleKind
 from libs.placement.placement import Placed, Placement
 
@@ -56,7 +63,7 @@ def predict_away(
     added = overhead * home.tokens_per_second / _step_tokens(home)
     occupancy = _occupancy(home) + added
     relief = _relief(share, own, before_home.compute - occupancy)
-    num_blocks, hosted_bytes = _room_for(move, home, host, num_weight_bytes)
+    num_blocks, hosted_bytes = _room_for(move, home, host)
     return Predicted(
         home=DeviceLoad(
             before_home.compute - own * relief,
@@ -87,7 +94,11 @@ def predict_home(
     before_home, before_host = loads[home.worker].load, loads[host.worker].load
     hosted = before_host.compute * (1 - _own_part(host)) * host.device_share
     held_bytes = placed.num_blocks * module_block_bytes(home, placed.module)
-    weights = 0 if placed.has_weights_at_home else len(placed.module.layers) * home.shape.layer_weight_bytes
+    with_weights = not placed.has_weights_at_home
+    come, go = (
+        weight_memory_bytes(one.shape, placed.module, with_weights=with_weights) for one in (home, host)
+    )
+    num_weight_bytes = weight_bytes(home.shape, placed.module, with_weights=with_weights)
     after = home.placement.without(move.move_id)
     share = _work_share(after, placed.module, settings)
     own = before_home.compute * _own_part(home) * home.device_share
@@ -95,7 +106,7 @@ def predict_home(
 
     overhead = _overhead_seconds(home, placed.module, settings)
     added = overhead * home.tokens_per_second / _step_tokens(home)
-    num_blocks = capacity(home, after, usable_bytes(home) - weights)
+    num_blocks = capacity(home, after, usable_bytes(home) - come)
     return Predicted(
         home=DeviceLoad(
             before_home.compute + moved_seconds / home.device_share,
@@ -104,10 +115,10 @@ def predict_home(
         ),
         host=DeviceLoad(
             max(0.0, before_host.compute - moved_seconds / host.device_share),
-            _memory_with(host, -held_bytes - weights),
+            _memory_with(host, -held_bytes - go),
             before_host.queue,
         ),
-        move_seconds=_move_seconds(home, placed.module, weights, settings),
+        move_seconds=_move_seconds(home, placed.module, num_weight_bytes, settings),
         overhead_seconds=-overhead,
         occupancy=_occupancy(home) - added,
         added_share=-added,
@@ -148,10 +159,13 @@ def _work_share(placement: Placement, module: Module, settings: BalancingSetting
     return settings.attention_share * num_slots(placement, module) / max(1, num_home_slots)
 
 
-def _room_for(move: MoveAway, home: Device, host: Device, num_weight_bytes: int) -> tuple[int, float]:
+def _room_for(move: MoveAway, home: Device, host: Device) -> tuple[int, float]:
     """The home's blocks afterwards, and the bytes that the host gives."""
     per_block = module_block_bytes(home, move.module)
-    room = max(0.0, room_bytes(host) - num_weight_bytes)
+    left, came = (
+        weight_memory_bytes(one.shape, move.module, with_weights=move.with_weights) for one in (home, host)
+    )
+    room = max(0.0, room_bytes(host) - came)
     num_granted = int(room / per_block)
     if move.num_blocks:
         num_granted = min(num_granted, move.num_blocks)
@@ -159,8 +173,8 @@ def _room_for(move: MoveAway, home: Device, host: Device, num_weight_bytes: int)
         return home.num_blocks + num_granted, num_granted * per_block
     placed = Placed(move_id="", module=move.module, worker=host.worker, num_blocks=max(1, num_granted))
     after = msgspec.structs.replace(home.placement, placed=(*home.placement.placed, placed))
-    num_blocks = capacity(home, after, usable_bytes(home) + num_weight_bytes)
-    return num_blocks, num_blocks * per_block + num_weight_bytes
+    num_blocks = capacity(home, after, usable_bytes(home) + left)
+    return num_blocks, num_blocks * per_block + came
 
 
 def _memory_with(host: Device, more_bytes: float) -> float:

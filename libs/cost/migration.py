@@ -32,7 +32,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     element_bytes: int
     """Of weights, activations and KV."""
     layer_weight_bytes: int
-    """Of one layer."""
+    """Of one layer, as it travels."""
+    layer_memory_bytes: int
+    """Of one layer in memory: no less, as it may be kept twice."""
     block_size: int
     """Tokens of a KV block."""
 
@@ -70,6 +72,8 @@ class TellsShape(Protocol):
     @property
     def layer_weight_bytes(self) -> int: ...  # noqa: D102
     @property
+    def layer_memory_bytes(self) -> int: ...  # noqa: D102
+    @property
     def block_bytes(self) -> int: ...  # noqa: D102
 
 
@@ -84,6 +88,7 @@ def shape_of(presence: TellsShape) -> ModelShape | None:
         hidden_size=presence.hidden_size,
         element_bytes=presence.element_bytes,
         layer_weight_bytes=presence.layer_weight_bytes,
+        layer_memory_bytes=presence.layer_memory_bytes,
         block_size=presence.block_bytes // token_bytes if token_bytes else 0,
     )
     return shape if all(msgspec.structs.astuple(shape)) else None
@@ -147,8 +152,17 @@ def kv_bytes(shape: ModelShape, module: Module, num_blocks: float) -> float:
 
 def weight_bytes(shape: ModelShape, module: Module, *, with_weights: bool) -> int:
     """Weights that travel: none where the host has the model, and none for heads and lent blocks."""
-    travels = with_weights and module.kind is ModuleKind.LAYERS
-    return len(module.layers) * shape.layer_weight_bytes if travels else 0
+    return num_travelling_layers(module, with_weights=with_weights) * shape.layer_weight_bytes
+
+
+def weight_memory_bytes(shape: ModelShape, module: Module, *, with_weights: bool) -> int:
+    """What weights that travel take in the memory of a worker whose model has this shape."""
+    return num_travelling_layers(module, with_weights=with_weights) * shape.layer_memory_bytes
+
+
+def num_travelling_layers(module: Module, *, with_weights: bool) -> int:
+    """Those that take their weights along."""
+    return len(module.layers) if with_weights and module.kind is ModuleKind.LAYERS else 0
 
 
 # Seconds

@@ -65,6 +65,7 @@ def model_of(settings: SimulatorSettings) -> ModelShape:
             f"blocks of {settings.block_bytes} bytes hold no {NUM_KV_HEADS} KV heads of "
             f"{settings.layers} layers and {settings.block_size} tokens: raise --block-bytes"
         )
+    layer_bytes = WEIGHTS_PER_BLOCK * settings.block_bytes // settings.layers
     return ModelShape(
         num_layers=settings.layers,
         num_heads=4 * NUM_KV_HEADS,
@@ -72,7 +73,8 @@ def model_of(settings: SimulatorSettings) -> ModelShape:
         head_dim=head_dim,
         hidden_size=4 * NUM_KV_HEADS * head_dim,
         element_bytes=2,
-        layer_weight_bytes=WEIGHTS_PER_BLOCK * settings.block_bytes // settings.layers,
+        layer_weight_bytes=layer_bytes,
+        layer_memory_bytes=layer_bytes,
         block_size=settings.block_size,
     )
 

@@ -14,7 +14,7 @@ from libs.balancing.loop_state import LoopState
 from libs.balancing.mesh_view import BringHome, Device, MeshView, MoveAway, Role, UnderWay
 from libs.balancing.prediction import predict_away, predict_home
 from libs.balancing.settings import BalancingSettings
-from libs.cost.migration import LinkCost, ModelShape, step_overhead_seconds
+from libs.cost.migration import LinkCost, ModelShape, step_overhead_seconds, weight_memory_bytes
 from libs.placement.placement import Placed, all_home
 from libs.simulator.decode_instance import DecodeInstance
 from libs.simulator.event_loop import Due
@@ -191,8 +191,8 @@ class Balancing:
                 return []
             placed, placement, sign = found, home.placement.without(decision.move_id), -1
         num_bytes = int(placed.num_blocks * module_block_bytes(home, placed.module))
-        if not placed.has_weights_at_home:
-            num_bytes += len(placed.module.layers) * self._model.layer_weight_bytes
+        with_weights = not placed.has_weights_at_home
+        num_bytes += weight_memory_bytes(self._model, placed.module, with_weights=with_weights)
         self._settle(replace(host, hosted_bytes=host.hosted_bytes + sign * num_bytes))
         self._settle(replace(home, placement=msgspec.structs.replace(placement)))
         return self._changed(now)

@@ -8,6 +8,7 @@ import torch
 
 from libs.engine.settings import EngineSettings, pool_blocks
 from libs.kv.tensors import BlockShape
+from libs.model.layer import layer_bytes
 from libs.model.layer_weights import layer_weight_bytes
 from libs.model.load import find_model, load_model
 from libs.model.model import Model
@@ -134,6 +135,7 @@ def describe_instance(
         num_heads=config.num_heads,
         element_bytes=model.dtype.itemsize,
         layer_weight_bytes=layer_weight_bytes(config, model.dtype),
+        layer_memory_bytes=layer_bytes(model.layer(0)),
         kv_memory_bytes=pool_blocks(sizes, config.num_layers * block_bytes) * config.num_layers * block_bytes,
         device_share=settings.device_share,
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from kernels.linear.cpu import has_amx
 from libs.bus.messages.presence import Presence
 from libs.cost.migration import shape_of, step_overhead_seconds
 from libs.worker.hosting.aside import aside
@@ -59,7 +58,6 @@ async def _measure(dtype: str, say: Callable[[str], None]) -> Measured:
             num_least_blocks=-(-presence.max_model_len // shape.block_size),
             quiet_gap_seconds=longest_gap(mesh.streams, began, ended),
             quiet_step_seconds=median_gap(mesh.frames, began, ended),
-            num_weight_copies=2 if dtype == "bfloat16" and has_amx() else 1,
         )
         for kind in kinds_of(shape.num_layers, shape.num_kv_heads):
             say(f"{kind.name}, away and back")

@@ -65,7 +65,7 @@ async def measure_hosting(host: Presence, shape: ModelShape, secret: str) -> Hos
     try:
         module = heads_of(0, shape.num_layers, (0,))
         await home.open(
-            "bench", module, num_blocks_wanted=NUM_BLOCKS, num_blocks_least=NUM_BLOCKS, weight_bytes=0
+            "bench", module, num_blocks_wanted=NUM_BLOCKS, num_blocks_least=NUM_BLOCKS, has_weights=False
         )
         return await asyncio.to_thread(_measure_calls, home, came, shape)
     finally:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from libs.cost.migration import ModelShape, weight_bytes
+from libs.cost.migration import ModelShape, weight_memory_bytes
 from libs.placement.module import Module, heads_of, whole_layers
 from services.bench.migration_costs import HostingCost
 
@@ -98,8 +98,6 @@ class Measured:
     quiet_gap_seconds: float
     """The longest as clients see them, in as long a time without any move."""
     quiet_step_seconds: float
-    num_weight_copies: int = 1
-    """Of each layer, in a worker's memory: machines with AMX keep one that is packed and one that is not."""
     trips: list[Trip] = field(default_factory=list[Trip])
 
     def expected_blocks(self, kind: MoveKind) -> int:
@@ -107,8 +105,8 @@ class Measured:
         holds of what left, whichever is less."""
         shape, num_slots = self.shape, len(kind.module.slots(self.shape.num_kv_heads))
         slot_bytes = shape.block_bytes // (shape.num_layers * shape.num_kv_heads)
-        weights = weight_bytes(shape, kind.module, with_weights=kind.with_weights)
+        weights = weight_memory_bytes(shape, kind.module, with_weights=kind.with_weights)
         away_bytes, pool_bytes = num_slots * slot_bytes, self.num_blocks * shape.block_bytes
-        at_home = (pool_bytes + self.num_weight_copies * weights) // (shape.block_bytes - away_bytes)
+        at_home = (pool_bytes + weights) // (shape.block_bytes - away_bytes)
         room = pool_bytes - self.num_least_blocks * shape.block_bytes - weights
         return min(at_home, room // away_bytes)

@@ -31,6 +31,7 @@ SHAPE = ModelShape(
     hidden_size=576,
     element_bytes=4,
     layer_weight_bytes=14_000_000,
+    layer_memory_bytes=28_000_000,
     block_size=16,
 )
 NUM_BLOCKS = MEMORY_BYTES // SHAPE.block_bytes
@@ -198,7 +199,7 @@ class Plant:
             placed, placement = found, home.placement.without(decision.move_id)
             sign, weights = -1, not found.has_weights_at_home
         num_bytes = int(placed.num_blocks * module_block_bytes(home, placed.module))
-        num_bytes += len(placed.module.layers) * SHAPE.layer_weight_bytes if weights else 0
+        num_bytes += len(placed.module.layers) * SHAPE.layer_memory_bytes if weights else 0
         self._put(replace(host, hosted_bytes=host.hosted_bytes + sign * num_bytes))
         self._put(replace(home, placement=msgspec.structs.replace(placement, epoch=home.placement.epoch + 1)))
 

@@ -103,6 +103,7 @@ class ToldWorker:
                 "hidden_size": SHAPE.hidden_size,
                 "element_bytes": SHAPE.element_bytes,
                 "layer_weight_bytes": SHAPE.layer_weight_bytes,
+                "layer_memory_bytes": SHAPE.layer_memory_bytes,
                 "block_bytes": SHAPE.block_bytes,
                 "kv_memory_bytes": MEMORY_BYTES,
                 "device_share": 0.25,

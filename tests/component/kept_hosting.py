@@ -27,6 +27,8 @@ class Kept:
     refusal: Exception | None = None
     answerer: Answerer = nothing
     calls: list[HostedCall] = field(default_factory=list)
+    num_weight_bytes: int = 0
+    """That the modules were opened with."""
     may_open: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -47,6 +49,7 @@ class Kept:
         if self.refusal is not None:
             raise self.refusal
         self.modules[guest, move_id] = layers
+        self.num_weight_bytes += weight_bytes
         return num_blocks_wanted
 
     def call(self, guest: str, call: HostedCall, answer: Answer) -> None:

@@ -1,6 +1,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from libs.cost.migration import ModelShape
@@ -19,6 +20,7 @@ SMOLLM2 = ModelShape(
     hidden_size=576,
     element_bytes=2,
     layer_weight_bytes=7_000_000,
+    layer_memory_bytes=7_000_000,
     block_size=16,
 )
 MEASURED = Measured(
@@ -65,18 +67,20 @@ def test_each_kind_of_move_is_one_that_the_instance_can_make() -> None:
         assert kind.most_steps == (3.0 if kind.module.kind is ModuleKind.HEADS else 5.0)
 
 
-@pytest.mark.parametrize("num_copies", [1, 2])
+@pytest.mark.parametrize("num_copies", [1, 2])  # packed alone, or beside a plain one
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_expected_blocks_are_those_that_both_memories_hold(kind: MoveKind, num_copies: int) -> None:
-    blocks = replace(MEASURED, num_weight_copies=num_copies).expected_blocks(kind)
+    layer_bytes = num_copies * SMOLLM2.layer_weight_bytes
+    shape = msgspec.structs.replace(SMOLLM2, layer_memory_bytes=layer_bytes)
+    blocks = replace(MEASURED, shape=shape).expected_blocks(kind)
     placed = Placed(move_id="m", module=kind.module, worker="host")
     stays = len(all_home("home", 30, 3).with_module(placed).resident_slots())
     slot_bytes = SMOLLM2.block_bytes // 90
     pool_bytes, least_bytes = 1000 * SMOLLM2.block_bytes, 100 * SMOLLM2.block_bytes
-    weights = 10 * SMOLLM2.layer_weight_bytes if kind.with_weights else 0
+    weights = 10 * layer_bytes if kind.with_weights else 0
 
     def fits(count: int) -> bool:
-        at_home = count * stays * slot_bytes <= pool_bytes + num_copies * weights
+        at_home = count * stays * slot_bytes <= pool_bytes + weights
         return at_home and count * (90 - stays) * slot_bytes + weights + least_bytes <= pool_bytes
 
     assert fits(blocks)

@@ -35,6 +35,7 @@ OF_13B = ModelShape(
     hidden_size=5120,
     element_bytes=2,
     layer_weight_bytes=2 * (4 * 5120 * 5120 + 3 * 5120 * 13824 + 2 * 5120),
+    layer_memory_bytes=4 * (4 * 5120 * 5120 + 3 * 5120 * 13824 + 2 * 5120),
     block_size=16,
 )
 GROUPED = msgspec.structs.replace(OF_13B, num_kv_heads=8)
@@ -50,6 +51,7 @@ shapes = st.builds(
     hidden_size=st.integers(1, 16384),
     element_bytes=st.sampled_from([2, 4]),
     layer_weight_bytes=st.integers(1, 1 << 34),
+    layer_memory_bytes=st.integers(1, 1 << 35),
     block_size=st.integers(1, 256),
 )
 seconds = st.floats(0, 10.0)
@@ -179,6 +181,7 @@ PRESENCE = Presence(
     num_heads=40,
     element_bytes=2,
     layer_weight_bytes=OF_13B.layer_weight_bytes,
+    layer_memory_bytes=OF_13B.layer_memory_bytes,
 )
 
 

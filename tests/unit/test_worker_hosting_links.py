@@ -1,18 +1,20 @@
 """Both ends of the Link between a home and a host: refusals, garbage, bounds and leases."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
 import torch
 from kept_hosting import Kept
-from workers_reference import CONFIG, tiny_model
+from workers_reference import CONFIG
 
 from libs.engine.errors import MoveRefused, NoRoom
 from libs.engine.hosting.calls import HostedCall, RunLayers, Settle, WriteBlocks
 from libs.engine.hosting.port import Answer, HostLost
-from libs.model.layer_weights import layer_tensors, layer_weight_bytes
+from libs.model.layer import layer_bytes
+from libs.model.layer_weights import layer_tensors
+from libs.model.random_model import random_model
 from libs.placement.module import whole_layers
 from libs.transport.choose import make_transport
 from libs.transport.memory_transport import MemoryNetwork
@@ -24,14 +26,14 @@ from libs.worker.hosting.incoming_weights import form_of
 from libs.worker.hosting.messages import Call, Leaving, Opened, Ping, SettleCall, WeightPiece
 from libs.worker.hosting.server import HostingServer
 
-MODEL = tiny_model()
 SECONDS = 5.0
 
 
 class Scene:
     """One host that serves, and any number of homes."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.model = random_model(CONFIG, seed=7, dtype=dtype)
         self.network, self.hosting = MemoryNetwork(), Kept()
         self.far = make_transport("memory", "host", b"secret", network=self.network)
         self.tasks: list[asyncio.Task[object]] = []
@@ -42,7 +44,7 @@ class Scene:
         self.server = HostingServer(
             await self.far.listen("here"),
             self.hosting,
-            form_of(MODEL),
+            form_of(self.model),
             self.spawn,
             lambda: None,
             lambda seconds: None,
@@ -87,20 +89,20 @@ class Scene:
 
 
 @pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
-    scene = Scene()
+async def scene(request: pytest.FixtureRequest) -> AsyncGenerator[Scene]:
+    scene = Scene(getattr(request, "param", torch.float32))
     await scene.open()
     yield scene
     await scene.close()
 
 
-async def open_one(host: HostLink, move_id: str = "m", weight_bytes: int = 0) -> int:
+async def open_one(host: HostLink, move_id: str = "m", has_weights: bool = False) -> int:
     return await host.open(
         move_id,
         whole_layers(0, 2),
         num_blocks_wanted=9,
         num_blocks_least=3,
-        weight_bytes=weight_bytes,
+        has_weights=has_weights,
     )
 
 
@@ -140,11 +142,12 @@ async def test_another_model_is_refused(scene: Scene) -> None:
     assert not scene.hosting.modules
 
 
-async def test_weights_arrive_in_pieces_and_become_layers(scene: Scene) -> None:
+@pytest.mark.parametrize("scene", [torch.float32, torch.bfloat16], indirect=True, ids=str)
+async def test_weights_arrive_in_pieces_and_become_layers_whose_memory_was_asked_for(scene: Scene) -> None:
     host, layers = await scene.home(), (0, 1)
-    await open_one(host, weight_bytes=2 * layer_weight_bytes(CONFIG, torch.float32))
+    await open_one(host, has_weights=True)
     for layer in layers:
-        for name, tensor in layer_tensors(MODEL.layer(layer)).items():
+        for name, tensor in layer_tensors(scene.model.layer(layer)).items():
             flat = tensor.reshape(-1).view(torch.uint8)
             for first in range(0, flat.numel(), 1000):
                 await host.send_weights("m", layer, name, first, flat[first : first + 1000])
@@ -152,8 +155,9 @@ async def test_weights_arrive_in_pieces_and_become_layers(scene: Scene) -> None:
     assert came is not None
     assert sorted(came) == [0, 1]
     for layer in layers:
-        expected = layer_tensors(MODEL.layer(layer))
+        expected = layer_tensors(scene.model.layer(layer))
         assert all(torch.equal(tensor, expected[name]) for name, tensor in layer_tensors(came[layer]).items())
+    assert scene.hosting.num_weight_bytes == sum(map(layer_bytes, came.values()))
 
 
 async def test_a_close_that_overtakes_its_open_leaves_nothing(scene: Scene) -> None:
@@ -318,8 +322,8 @@ async def test_a_caller_that_waits_for_room_is_let_go_when_the_link_ends(
 
 async def test_a_module_that_is_closed_before_its_layer_is_built_harms_nobody(scene: Scene) -> None:
     host = await scene.home()
-    await open_one(host, weight_bytes=2 * layer_weight_bytes(CONFIG, torch.float32))
-    tensors = layer_tensors(MODEL.layer(0)).items()
+    await open_one(host, has_weights=True)
+    tensors = layer_tensors(scene.model.layer(0)).items()
     asked = [asyncio.ensure_future(host.send_weights("m", 0, *piece)) for piece in whole(tensors)]
     scene.network.freeze()
     closing = asyncio.ensure_future(host.close_module("m"))

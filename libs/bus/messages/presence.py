@@ -64,7 +64,9 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     element_bytes: int = 0
     """Of weights, activations and KV."""
     layer_weight_bytes: int = 0
-    """Of one layer."""
+    """Of one layer, as it travels."""
+    layer_memory_bytes: int = 0
+    """Of one layer, as it lies in this worker's memory: packed, on some machines beside a plain copy."""
     kv_memory_bytes: int = 0
     """All that this worker may use for KV and hosted modules."""
     device_share: float = 1.0

@@ -228,7 +228,7 @@ class Guest:
         if (why := self._why_refused(head)) is not None:
             self._refuse(head.ask_id, RefusalKind.REFUSED, why)
             return
-        layers: dict[int, Layer] | None = {} if head.weight_bytes else None
+        layers: dict[int, Layer] | None = {} if head.has_weights else None
         try:
             num_blocks = await self._hosting.open(
                 self.name,
@@ -237,7 +237,7 @@ class Guest:
                 num_blocks_wanted=head.num_blocks_wanted,
                 num_blocks_least=head.num_blocks_least,
                 layers=layers,
-                weight_bytes=head.weight_bytes,
+                weight_bytes=len(head.module.layers) * self._form.num_bytes if head.has_weights else 0,
             )
         except EngineError as error:
             kind = RefusalKind.NO_ROOM if isinstance(error, NoRoom) else RefusalKind.REFUSED

@@ -115,7 +115,7 @@ class HostLink:
         *,
         num_blocks_wanted: int,
         num_blocks_least: int,
-        weight_bytes: int,
+        has_weights: bool,
     ) -> int:
         """Blocks granted for a module, which is empty then. Raises NoRoom, MoveRefused, HostLost."""
         opened = await self._ask(
@@ -126,7 +126,7 @@ class HostLink:
                 fingerprint=self._fingerprint,
                 num_blocks_wanted=num_blocks_wanted,
                 num_blocks_least=num_blocks_least,
-                weight_bytes=weight_bytes,
+                has_weights=has_weights,
             )
         )
         return opened.num_blocks if isinstance(opened, Opened) else 0

@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from libs.model.config import ModelConfig
-from libs.model.layer import Layer
+from libs.model.layer import Layer, layer_bytes
 from libs.model.layer_weights import layer_of, layer_tensor_shapes
 from libs.model.model import Model
 from libs.worker.hosting.frames import BadFrame
@@ -20,6 +20,8 @@ class LayerForm:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    num_bytes: int
+    """Of one in memory here, with what packing adds."""
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> Layer:
         """A layer of its tensors. Takes a while."""
@@ -27,8 +29,8 @@ class LayerForm:
 
 
 def form_of(model: Model) -> LayerForm:
-    """The form of a model's layers."""
-    return LayerForm(model.config, model.dtype, model.device)
+    """The form of a model's layers; its first must be here."""
+    return LayerForm(model.config, model.dtype, model.device, layer_bytes(model.layer(0)))
 
 
 class IncomingWeights:

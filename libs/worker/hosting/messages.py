@@ -21,8 +21,8 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """Of the home's model and block layout; a host with another one refuses."""
     num_blocks_wanted: int
     num_blocks_least: int
-    weight_bytes: int = 0
-    """Of the layers whose tensors follow in WeightPieces; 0: the host's own weights are used."""
+    has_weights: bool = False
+    """The layers' tensors follow in WeightPieces; otherwise the host's own are used."""
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):

@@ -103,7 +103,7 @@ class Away:
                 placed.module,
                 num_blocks_wanted=max(wanted, self._num_blocks_least),
                 num_blocks_least=self._num_blocks_least,
-                weight_bytes=self.num_weight_bytes,
+                has_weights=not placed.has_weights_at_home,
             )
         except NoRoom as refusal:
             if placed.num_blocks:
