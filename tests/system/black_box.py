@@ -23,9 +23,12 @@ START_TIMEOUT_SECONDS = 180.0
 
 
 def _free_port() -> int:
-    """Below those that the system gives away: the mesh takes many of them before its gateway binds."""
-    first_given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(10_000, first_given_away), 100):
+    """None of those that the system gives away, if it leaves any: the mesh takes many of them before its
+    gateway binds."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = range(10_000, 1 << 16)
+    kept = [port for port in ports if not first <= port <= last] or ports
+    for port in random.sample(kept, min(100, len(kept))):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
