@@ -52,7 +52,10 @@ class MigrationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         | None
     ) = None
     return_of: (
-        Annotated[str, Meta(description="the move that brought away what comes home", min_length=1)] | None
+        Annotated[
+            str, Meta(description="the move that brought away what comes home", min_length=1, max_length=256)
+        ]
+        | None
     ) = None
     kind: (
         Annotated[

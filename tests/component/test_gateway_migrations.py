@@ -112,6 +112,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"instance": None}, "instance"),
     ({"instance": ""}, "instance"),
     ({"instance": None, "layers": None, "host": None, "return_of": ""}, "return_of"),
+    ({"instance": None, "layers": None, "host": None, "return_of": "m" * 257}, "return_of"),
     ({"speed": 9}, "speed"),
 ]
 

@@ -169,10 +169,17 @@ async def test_hosts_that_leave_at_once_give_back_one_module_after_the_other() -
 
 
 @pytest.mark.parametrize(
-    "phase", [MovePhase.PLANNED, MovePhase.RESERVING, MovePhase.COPYING, MovePhase.CATCHING_UP]
+    "phase",
+    [
+        MovePhase.PLANNED,
+        MovePhase.RESERVING,
+        MovePhase.COPYING,
+        MovePhase.CATCHING_UP,
+        MovePhase.SWITCHING,
+    ],
 )
 @pytest.mark.parametrize("is_return", [False, True], ids=["away", "return"])
-async def test_a_move_that_is_cancelled_leaves_everything_as_it_was(
+async def test_a_move_that_is_cancelled_leaves_everything_as_it_was_or_is_told_to_have_switched(
     phase: MovePhase, is_return: bool
 ) -> None:
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
@@ -193,7 +200,8 @@ async def test_a_move_that_is_cancelled_leaves_everything_as_it_was(
             assert record.num_blocks_after == record.num_blocks_before
             assert scene.placement == before
         else:  # it was faster
-            assert phase is MovePhase.CATCHING_UP
+            assert phase in (MovePhase.CATCHING_UP, MovePhase.SWITCHING)
+            assert reason(answer) is DenialReason.INVALID
             assert scene.placement.epoch == before.epoch + 1
         await scene.check(streams)
 

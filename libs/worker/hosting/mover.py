@@ -143,11 +143,20 @@ class Mover:
             detail = f"no move {order.move_id!r} was begun here"
             return MoveDenied(reason=DenialReason.NOT_FOUND, detail=detail, epoch=epoch)
         move = self._move
-        if move is None or move.record.move_id != order.move_id or not move.abandon("it was cancelled"):
-            phase = self._records[order.move_id].phase.value
-            detail = f"move {order.move_id!r} is {phase}: it cannot be rolled back any more"
-            return MoveDenied(reason=DenialReason.INVALID, detail=detail, epoch=epoch)
+        is_this_one = move is not None and move.record.move_id == order.move_id
+        if move is None or not is_this_one or not move.abandon("it was cancelled"):
+            return self._cannot_roll_back(order.move_id)
+        if not await move.is_rolled_back():
+            return self._cannot_roll_back(order.move_id)
         return MoveAccepted(move_id=order.move_id, epoch=epoch)
+
+    def _cannot_roll_back(self, move_id: str) -> MoveDenied:
+        phase = self._records[move_id].phase
+        said = f"is {phase.value}: it cannot be rolled back any more"
+        if phase is MovePhase.ROLLING_BACK:
+            said = "is being rolled back already"
+        epoch = self._home.placement.epoch
+        return MoveDenied(reason=DenialReason.INVALID, detail=f"move {move_id!r} {said}", epoch=epoch)
 
     def placement_changed(self, placement: Placement, lost: str) -> None:
         """The engine's, from now on; `lost` says which host was lost, and why."""

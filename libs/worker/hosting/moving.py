@@ -44,6 +44,7 @@ class Move:
         self._home_move_id, self._block_bytes = home_move_id, block_bytes
         self._ends_at = asyncio.get_running_loop().time() + deadline_seconds
         self._given_up = asyncio.Event()
+        self._is_decided = asyncio.Event()
         self._bound: asyncio.Timeout | None = None
         self._progress = Progress(phase=record.phase)
         self._entered_at = time.monotonic()
@@ -60,6 +61,13 @@ class Move:
             self._bound.reschedule(asyncio.get_running_loop().time())
         return True
 
+    async def is_rolled_back(self) -> bool:
+        """After `abandon`: whether it is. A switch that the engine had begun by then goes through; what it
+        came to is waited for."""
+        if self.record.phase is MovePhase.SWITCHING:
+            await self._is_decided.wait()
+        return self.record.phase not in (MovePhase.RELEASING, MovePhase.DONE)
+
     async def run(self) -> None:
         """Through all phases to `done` or `failed`."""
         record = self.record
@@ -72,6 +80,7 @@ class Move:
                 self._enter(next_phase(self._progress))
                 await self._do(self.record.phase)
         finally:
+            self._is_decided.set()  # also where it was cut off: nobody waits for ever
             self._phase_span.end()
             self._span.end(self.record.error)
 
@@ -185,6 +194,8 @@ class Move:
             self.record = replace(self.record, num_blocks_after=self._home.num_total_blocks)
         self._progress = replace(self._progress, phase=phase)
         self.record = replace(self.record, phase=phase, phase_seconds=seconds, ended_unix_seconds=ended)
+        if not can_abandon(phase):
+            self._is_decided.set()
         log.info(
             "move_entered_phase", move_id=self.record.move_id, phase=phase.value, error=self.record.error
         )
