@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 NUM_IN_FLIGHT = 3
 IDLE_SECONDS = 2.0
+HOP_KIB = 40
+"""What a step of 16 sequences sends to a host that attends with two of three KV heads in float32."""
 
 
 def measure_transport() -> dict[str, float]:
@@ -78,13 +81,13 @@ async def _other_process(kind: str) -> "AsyncGenerator[tuple[asyncio.subprocess.
 
 
 async def _measure_link(link: Link, process: asyncio.subprocess.Process) -> dict[str, float]:
-    body: Bytes = np.ones(ROUND_TRIP_BYTES, dtype=np.uint8)
-
-    async def round_trip() -> None:
+    async def echo(body: Bytes) -> None:
         await link.send(ECHO, body, timeout_seconds=DEADLINE_SECONDS)
         (await link.receive(timeout_seconds=DEADLINE_SECONDS)).release()
 
-    figures = await _round_trips(round_trip)
+    figures = await _round_trips(partial(echo, np.ones(ROUND_TRIP_BYTES, dtype=np.uint8)))
+    hop = np.ones(HOP_KIB << 10, dtype=np.uint8)
+    figures |= await _round_trips(partial(echo, hop), f"{HOP_KIB} KiB")
     for mib in BODY_MIB:
         figures[f"{mib} MiB, GB/s"] = await _stream(link, mib)
     pending = asyncio.ensure_future(link.receive())
@@ -98,14 +101,16 @@ async def _measure_link(link: Link, process: asyncio.subprocess.Process) -> dict
     return figures
 
 
-async def _round_trips(round_trip: Callable[[], Awaitable[None]]) -> dict[str, float]:
+async def _round_trips(
+    round_trip: Callable[[], Awaitable[None]], size: str = f"{ROUND_TRIP_BYTES} B"
+) -> dict[str, float]:
     seconds: list[float] = []
     for _ in range(NUM_WARM_UPS + NUM_ROUND_TRIPS):
         begun = time.perf_counter()
         await round_trip()
         seconds.append(time.perf_counter() - begun)
     p50, p99 = np.percentile(seconds[NUM_WARM_UPS:], (50, 99)) * 1e6
-    return {"64 B round trip p50, us": float(p50), "64 B round trip p99, us": float(p99)}
+    return {f"{size} round trip p50, us": float(p50), f"{size} round trip p99, us": float(p99)}
 
 
 async def _stream(link: Link, mib: int) -> float:
