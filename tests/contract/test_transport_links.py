@@ -26,7 +26,8 @@ from libs.transport.port import (
 SECONDS = 10.0
 MIB = 1 << 20
 LIMITS = LinkLimits(window_frames=8, window_bytes=4 * MIB, max_body_bytes=128 * MIB)
-BODY_SIZES = (1, 64, 32 * 1024, 32 * 1024 + 1, 3 * MIB)
+BODY_SIZES = (1, 64, 32 * 1024, 32 * 1024 + 1, 128 * 1024, 128 * 1024 + 1, 3 * MIB)
+"""Both sides of what travels with its header: over shared memory up to 32 KiB, over UCX up to 128."""
 """Below, at and above where bodies stop travelling with their header."""
 
 
