@@ -20,9 +20,12 @@ class DeviceLoad:
 
 @dataclass(frozen=True, slots=True)
 class Smoothed:
-    """Exponentially weighted means, and the time they are of."""
+    """Exponentially weighted means, and the time they are of. What is compared is smoothed alike: against a
+    load from before, a lull of a moment looks like time or memory to spare."""
 
     load: DeviceLoad
+    occupancy: float
+    """Seconds per second that steps of the own instance take, waiting for others included."""
     at_seconds: float
 
 
@@ -35,10 +38,16 @@ def load_of(device: Device, settings: BalancingSettings) -> DeviceLoad:
     )
 
 
-def smooth(before: Smoothed | None, load: DeviceLoad, now: float, settings: BalancingSettings) -> Smoothed:
+def occupancy_of(device: Device) -> float:
+    """As reported now."""
+    return device.busy_share - device.hosted_busy_share + device.away_share
+
+
+def smooth(before: Smoothed | None, device: Device, now: float, settings: BalancingSettings) -> Smoothed:
     """What is older than `smoothing_seconds` counts a third, whatever the time between two rounds."""
+    load, occupancy = load_of(device, settings), occupancy_of(device)
     if before is None:
-        return Smoothed(load, now)
+        return Smoothed(load, occupancy, now)
     keep = math.exp(-max(0.0, now - before.at_seconds) / settings.smoothing_seconds)
     old = before.load
 
@@ -48,7 +57,7 @@ def smooth(before: Smoothed | None, load: DeviceLoad, now: float, settings: Bala
     mixed = DeviceLoad(
         mix(old.compute, load.compute), mix(old.memory, load.memory), mix(old.queue, load.queue)
     )
-    return Smoothed(mixed, now)
+    return Smoothed(mixed, mix(before.occupancy, occupancy), now)
 
 
 def utilization(load: DeviceLoad, settings: BalancingSettings) -> float:

@@ -67,7 +67,7 @@ def room_bytes(host: Device) -> float:
     return max(0.0, usable_bytes(host) - num_kept * host.shape.block_bytes * resident_share(host.placement))
 
 
-def fullness(num_used_blocks: int, num_blocks: int) -> float:
+def fullness(num_used_blocks: float, num_blocks: int) -> float:
     """How full a pool is. What modules of others take counts by the blocks that it no longer has: memory that
     nobody asks for is no load."""
     return min(1.0, num_used_blocks / num_blocks) if num_blocks > 0 else 1.0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from libs.balancing.device_load import Smoothed, load_of, smooth
+from libs.balancing.device_load import Smoothed, smooth
 from libs.balancing.ledger import update_ledger
 from libs.balancing.mesh_view import BringHome, Decision, Flip, MeshView, MoveAway, UnderWay
 from libs.balancing.settings import BalancingSettings
@@ -33,7 +33,7 @@ def look(state: LoopState, view: MeshView, settings: BalancingSettings, now: flo
     """The state with this round's loads. Who is new rests until its load has been smoothed, who took part in
     a move that ended rests for the cooldown."""
     loads = {
-        device.worker: smooth(state.loads.get(device.worker), load_of(device, settings), now, settings)
+        device.worker: smooth(state.loads.get(device.worker), device, now, settings)
         for device in view.devices
     }
     rests = {worker: until for worker, until in state.rests_until.items() if until > now and worker in loads}

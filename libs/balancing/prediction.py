@@ -61,18 +61,18 @@ def predict_away(
     num_weight_bytes = weight_bytes(home.shape, move.module, with_weights=move.with_weights)
     overhead = _overhead_seconds(home, move.module, settings)
     added = overhead * home.tokens_per_second / _step_tokens(home)
-    occupancy = _occupancy(home) + added
+    occupancy = loads[home.worker].occupancy + added
     relief = _relief(share, own, before_home.compute - occupancy)
     num_blocks, hosted_bytes = _room_for(move, home, host)
     return Predicted(
         home=DeviceLoad(
             before_home.compute - own * relief,
-            fullness(home.num_used_blocks, num_blocks),
+            fullness(before_home.memory * home.num_blocks, num_blocks),
             before_home.queue * (1 - relief),
         ),
         host=DeviceLoad(
             before_host.compute + moved_seconds / host.device_share,
-            _memory_with(host, hosted_bytes),
+            _memory_with(host, before_host, hosted_bytes),
             before_host.queue,
         ),
         move_seconds=_move_seconds(home, move.module, num_weight_bytes, settings),
@@ -110,17 +110,17 @@ def predict_home(
     return Predicted(
         home=DeviceLoad(
             before_home.compute + moved_seconds / home.device_share,
-            fullness(home.num_used_blocks, num_blocks),
+            fullness(before_home.memory * home.num_blocks, num_blocks),
             before_home.queue,
         ),
         host=DeviceLoad(
             max(0.0, before_host.compute - moved_seconds / host.device_share),
-            _memory_with(host, -held_bytes - go),
+            _memory_with(host, before_host, -held_bytes - go),
             before_host.queue,
         ),
         move_seconds=_move_seconds(home, placed.module, num_weight_bytes, settings),
         overhead_seconds=-overhead,
-        occupancy=_occupancy(home) - added,
+        occupancy=loads[home.worker].occupancy - added,
         added_share=-added,
         num_blocks=num_blocks,
     )
@@ -177,10 +177,10 @@ def _room_for(move: MoveAway, home: Device, host: Device) -> tuple[int, float]:
     return num_blocks, num_blocks * per_block + came
 
 
-def _memory_with(host: Device, more_bytes: float) -> float:
+def _memory_with(host: Device, before: DeviceLoad, more_bytes: float) -> float:
     """How full the host's own pool is when modules of others take so many bytes more."""
     own = max(0.0, usable_bytes(host) - more_bytes)
-    return fullness(host.num_used_blocks, capacity(host, host.placement, own))
+    return fullness(before.memory * host.num_blocks, capacity(host, host.placement, own))
 
 
 def _link(settings: BalancingSettings) -> LinkCost:
@@ -198,7 +198,3 @@ def _overhead_seconds(home: Device, module: Module, settings: BalancingSettings)
 
 def _step_tokens(home: Device) -> float:
     return PREFILL_STEP_TOKENS if home.role is Role.PREFILL else max(1, home.num_running)
-
-
-def _occupancy(home: Device) -> float:
-    return home.busy_share - home.hosted_busy_share + home.away_share

@@ -26,7 +26,7 @@ def test_a_gain_counts_from_that_of_the_settings_on(min_gain: float, gain: float
     works = "p0" if gain > 0 else "d0"
     load = {"p0": 2 * gain, "d0": -2 * gain}[works] / settings.compute_weight
     loads = {
-        one.worker: Smoothed(DeviceLoad(load if one.worker == works else 0.0, 0.0, 0.0), 0.0)
+        one.worker: Smoothed(DeviceLoad(load if one.worker == works else 0.0, 0.0, 0.0), 0.0, 0.0)
         for one in view.devices
     }
     assert judge_flip(Flip("d1", Role.PREFILL), view, loads, settings).verdict == verdict

@@ -19,7 +19,7 @@ SHARE = st.floats(0.0, 1.0)
 
 
 def loads_of(*devices):
-    return {one.worker: Smoothed(load_of(one, SETTINGS), 0.0) for one in devices}
+    return {one.worker: smooth(None, one, 0.0, SETTINGS) for one in devices}
 
 
 def with_away(worker, *placed, **facts):
@@ -54,18 +54,37 @@ def test_smoothed_loads_stay_between_what_was_seen(seen):
     now, smoothed = 0.0, None
     for share, seconds in seen:
         now += seconds
-        smoothed = smooth(smoothed, DeviceLoad(share, share, share), now, SETTINGS)
+        smoothed = smooth(smoothed, device("d", busy_share=share, device_share=1.0), now, SETTINGS)
     assert smoothed is not None
     values = [share for share, _ in seen]
-    assert min(values) - 1e-9 <= smoothed.load.compute <= max(values) + 1e-9
+    for mean in (smoothed.load.compute, smoothed.occupancy):
+        assert min(values) - 1e-9 <= mean <= max(values) + 1e-9
 
 
 def test_smoothing_forgets_with_time_not_with_rounds():
-    one = smooth(Smoothed(DeviceLoad(1, 1, 1), 0.0), DeviceLoad(0, 0, 0), 2.0, SETTINGS)
-    many = Smoothed(DeviceLoad(1, 1, 1), 0.0)
+    idle = device("d")
+    one = smooth(Smoothed(DeviceLoad(1, 1, 1), 1, 0.0), idle, 2.0, SETTINGS)
+    many = Smoothed(DeviceLoad(1, 1, 1), 1, 0.0)
     for number in range(1, 21):
-        many = smooth(many, DeviceLoad(0, 0, 0), number / 10, SETTINGS)
+        many = smooth(many, idle, number / 10, SETTINGS)
     assert one.load.compute == pytest.approx(many.load.compute)
+    assert one.occupancy == pytest.approx(many.occupancy)
+
+
+@given(st.lists(st.tuples(SHARE, SHARE, st.floats(0.01, 5.0)), min_size=1))
+def test_no_lull_makes_a_whole_devices_steps_look_relieved(seen):
+    """All its busy seconds are its own steps', one after the other: it has no time to wait in, ever."""
+    host, smoothed, now = device("host"), None, 0.0
+    for busy, memory, seconds in seen:
+        now += seconds
+        num_used = int(memory * NUM_BLOCKS)
+        home = device("home", busy_share=busy, device_share=1.0, num_used_blocks=num_used)
+        smoothed = smooth(smoothed, home, now, SETTINGS)
+        loads = {"home": smoothed, "host": smooth(None, host, now, SETTINGS)}
+        move = MoveAway("home", "host", whole_layers(0, 8), num_blocks=NUM_BLOCKS)
+        after = predict_away(move, home, host, loads, SETTINGS).home
+        assert after.compute == pytest.approx(smoothed.load.compute)
+        assert after.memory == pytest.approx(smoothed.load.memory, abs=1e-3)
 
 
 def test_blocks_shrink_by_what_is_away_and_more_of_them_fit():
