@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from balancing_plant import MEMORY_BYTES, NUM_BLOCKS, SHAPE
-from prometheus_client import CollectorRegistry
+from hosted import Hosted
 
 from libs.bus.memory_broker import MemoryBroker
 from libs.bus.memory_bus import MemoryBus
@@ -30,9 +30,6 @@ from libs.placement.module import Module, heads_of
 from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Placed, all_home
 from libs.runtime.identity import new_identity
-from libs.runtime.life import Stop
-from libs.runtime.runtime import Runtime
-from libs.runtime.service import live_on
 from services.migration_coordinator.service import CoordinatorService
 from services.migration_coordinator.settings import CoordinatorSettings
 
@@ -181,52 +178,23 @@ class ToldWorker:
         await self.tell()
 
 
-class Coordinator:
+class Coordinator(Hosted):
     """One coordinator with its life."""
 
     def __init__(self, scene: "Scene", name: str, **settings: Any) -> None:
         made = CoordinatorSettings(name=name, **settings)
-        self.service = CoordinatorService(made, clock=unix_now)
-        self.bus, self.stop = MemoryBus(scene.broker), Stop()
-        self.runtime: Runtime | None = None
         identity = new_identity(ServiceKind.MIGRATION_COORDINATOR, name)
-        self.task = asyncio.create_task(
-            live_on(self.bus, identity, made, self, self.stop, serves_probes=False)
-        )
-
-    async def open(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        await self.service.open(runtime)
-
-    async def drain(self) -> None:
-        await self.service.drain()
-
-    async def close(self) -> None:
-        await self.service.close()
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        assert self.runtime is not None
-        return self.runtime.registry
-
-    def value(self, metric: str, **labels: str) -> float:
-        return self.registry.get_sample_value(metric, labels) or 0.0
+        super().__init__(CoordinatorService(made, clock=unix_now), identity, MemoryBus(scene.broker))
+        self.begin(made)
 
     @property
     def leads(self) -> bool:
-        return self.runtime is not None and self.value("kvmesh_coordinator_is_leader") == 1
-
-    async def end(self) -> int:
-        self.stop.asked.set()
-        code = await self.task
-        await self.bus.close()
-        return code
+        return self.runtime is not None and self.gauge("kvmesh_coordinator_is_leader") == 1
 
     async def kill(self) -> None:
         """No good-bye; the lease stays until it runs out."""
         self.bus.disconnect()
-        self.stop.skip_drain = True
-        await self.end()
+        await self.end(drained=False)
 
 
 class Scene:
@@ -278,9 +246,8 @@ class Scene:
 
     async def close(self) -> None:
         for coordinator in self.coordinators:
-            if not coordinator.task.done():
-                coordinator.stop.skip_drain = True
-                await coordinator.end()
+            if coordinator.is_alive:
+                await coordinator.end(drained=False)
         for worker in self.workers.values():
             await worker.kill()
         await self.asker.close()

@@ -4,6 +4,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.presence import Presence, ServiceState
 from libs.runtime.identity import Identity
@@ -27,14 +29,19 @@ class Hosted:
         if hasattr(self.service, "load"):
             self.load = self.service.load
 
-    async def start(self, settings: Any) -> None:
-        """Returns when it is ready."""
+    def begin(self, settings: Any) -> "asyncio.Task[int]":
+        """Its life, from now on."""
         self.task = asyncio.create_task(
             live_on(self.bus, self.identity, settings, self, self.stop, serves_probes=False)
         )
+        return self.task
+
+    async def start(self, settings: Any) -> None:
+        """Returns when it is ready."""
+        task = self.begin(settings)
         async with asyncio.timeout(20):
             while self.runtime is None or self.presence.state is not ServiceState.READY:
-                assert not self.task.done(), f"{self.identity.name} did not start"
+                assert not task.done(), f"{self.identity.name} did not start"
                 await asyncio.sleep(0.005)
 
     async def open(self, runtime: Runtime) -> None:
@@ -68,8 +75,11 @@ class Hosted:
         assert self.runtime is not None
         return self.runtime.presence
 
+    @property
+    def registry(self) -> CollectorRegistry:
+        assert self.runtime is not None
+        return self.runtime.registry
+
     def gauge(self, name: str, **labels: str) -> float:
         """Of any kind of metric; their common prefix may be left out. 0 where there is none."""
-        assert self.runtime is not None
-        found = self.runtime.registry.get_sample_value(f"{PREFIX}{name.removeprefix(PREFIX)}", labels)
-        return found or 0.0
+        return self.registry.get_sample_value(f"{PREFIX}{name.removeprefix(PREFIX)}", labels) or 0.0

@@ -14,7 +14,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 async def leaders(scene: Scene) -> int:
-    return sum(one.leads for one in scene.coordinators if not one.task.done())
+    return sum(one.leads for one in scene.coordinators if one.is_alive)
 
 
 def test_of_two_coordinators_one_leads_and_the_other_takes_over_when_it_drains(run_virtually: Run) -> None:
@@ -60,9 +60,9 @@ def test_a_move_goes_on_without_its_coordinator_and_the_next_one_adopts_it(run_v
             adopted = await scene.move(accepted.move_id)
             assert adopted is not None
             assert adopted.phase is MovePhase.COPYING
-            assert second.value("kvmesh_coordinator_num_moves") == 1
+            assert second.gauge("kvmesh_coordinator_num_moves") == 1
             await home.end(accepted.move_id)
-            await scene.until(lambda: second.value("kvmesh_coordinator_num_moves") == 0)
+            await scene.until(lambda: second.gauge("kvmesh_coordinator_num_moves") == 0)
             ended = await scene.move(accepted.move_id)
             assert ended is not None
             assert ended.phase is MovePhase.DONE
@@ -95,7 +95,7 @@ def test_a_new_leader_abandons_what_is_past_its_deadline(run_virtually: Run) -> 
             second = await scene.coordinator("second", automatic=False, move_deadline_seconds=4)
             await scene.until(lambda: second.leads)
             await scene.until(lambda: home.abandoned == [accepted.move_id], 15)
-            await scene.until(lambda: second.value("kvmesh_coordinator_num_moves") == 0)
+            await scene.until(lambda: second.gauge("kvmesh_coordinator_num_moves") == 0)
 
     run_virtually(scenario())
 

@@ -165,7 +165,7 @@ def test_an_order_without_an_answer_ends_when_the_home_does_not_tell_of_it(run_v
             home.hangs = True
             accepted = await scene.plan("decode-0", "decode-1")
             assert isinstance(accepted, MoveAccepted)
-            await scene.until(lambda: coordinator.value("kvmesh_coordinator_num_moves") == 0, 10)
+            await scene.until(lambda: coordinator.gauge("kvmesh_coordinator_num_moves") == 0, 10)
             record = await scene.move(accepted.move_id)
             assert record is not None
             assert record.phase is MovePhase.FAILED
@@ -180,7 +180,7 @@ def test_a_home_that_dies_ends_its_move_in_the_history(run_virtually: Run) -> No
             home, _, coordinator = await scene.pair()
             accepted = await scene.plan("decode-0", "decode-1")
             await home.kill()
-            await scene.until(lambda: coordinator.value("kvmesh_coordinator_num_moves") == 0, 10)
+            await scene.until(lambda: coordinator.gauge("kvmesh_coordinator_num_moves") == 0, 10)
             record = await scene.move(accepted.move_id)
             assert record is not None
             assert record.error == "its home left the mesh"
@@ -256,10 +256,10 @@ def test_the_loop_moves_layers_of_a_busy_worker_and_explains_it(run_virtually: R
             assert told.decision.endswith(start.reason.split(": ")[1])
             assert any(one.verdict == "taken" for one in told.candidates)
             assert {one.name for one in told.devices} == {"decode-0", "decode-1"}
-            assert coordinator.value("kvmesh_utilization_gap") > 0.25
-            assert coordinator.value("kvmesh_device_utilization", worker="decode-0", kind="compute") > 0.7
+            assert coordinator.gauge("kvmesh_utilization_gap") > 0.25
+            assert coordinator.gauge("kvmesh_device_utilization", worker="decode-0", kind="compute") > 0.7
             await scene.until(
-                lambda: coordinator.value("kvmesh_migration_decisions_total", verdict="moved") == 1
+                lambda: coordinator.gauge("kvmesh_migration_decisions_total", verdict="moved") == 1
             )
             assert len(busy.started) == 1
 
@@ -290,7 +290,7 @@ def test_a_denied_move_of_the_loop_is_counted_and_not_asked_for_again_at_once(ru
             await scene.until(lambda: bool(busy.started), 20)
             await asyncio.sleep(25)
             assert len(busy.started) == 1
-            assert coordinator.value("kvmesh_migration_decisions_total", verdict="denied") == 1
+            assert coordinator.gauge("kvmesh_migration_decisions_total", verdict="denied") == 1
             busy.denial = None
             await scene.until(lambda: len(busy.started) == 2, 20)
             await busy.end(busy.started[1].move_id, MovePhase.FAILED)

@@ -1,7 +1,8 @@
 """What a person is told of children that speak through presence; virtual time, the bus in memory."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 
 from libs.bus.memory_bus import MemoryBroker, MemoryBus
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
+from libs.bus.port import PresenceEntry
 from libs.runtime.roster import EXPIRY_SECONDS
 from services.up.watch import Watch
 
@@ -68,6 +70,15 @@ class Scene:
         self.watch = Watch(self.processes, self.said, ["router", "decode-0"])
         self.watching = asyncio.create_task(self.watch.run(self.up_bus))
 
+    @asynccontextmanager
+    async def onlooker(self, incarnation: str) -> AsyncGenerator[AsyncIterator[PresenceEntry]]:
+        """Another that watches presence, once it has heard of this one."""
+        bus = MemoryBus(self.broker)
+        async with bus.watch_presence() as entries:
+            assert (await anext(entries)).key == incarnation
+            yield entries
+        await bus.close()
+
     async def tell(self, name: str, pid: int, state: ServiceState, detail: str = "") -> str:
         incarnation = f"{name}-{pid}"
         presence = Presence(
@@ -122,10 +133,8 @@ def test_the_dead_are_struck_off_for_everybody_at_once_and_announced_anew_when_b
 ) -> None:
     async def story() -> None:
         scene = Scene()
-        onlooker = MemoryBus(scene.broker)
         incarnation = await scene.tell("decode-0", 2, ServiceState.READY)
-        async with onlooker.watch_presence() as entries:
-            assert (await anext(entries)).key == incarnation
+        async with scene.onlooker(incarnation) as entries:
             died = asyncio.get_running_loop().time()
             scene.processes.die("decode-0")
             gone = await anext(entries)
@@ -134,7 +143,6 @@ def test_the_dead_are_struck_off_for_everybody_at_once_and_announced_anew_when_b
         scene.processes.pids["decode-0"] = 4
         await scene.tell("decode-0", 4, ServiceState.READY)
         assert scene.said.lines == ["decode-0 ready after 1.5 s"] * 2
-        await onlooker.close()
         await scene.close()
 
     run_virtually(story())
@@ -145,17 +153,14 @@ def test_a_broker_that_stands_still_makes_nobody_gone_and_who_dies_meanwhile_is_
 ) -> None:
     async def story() -> None:
         scene = Scene()
-        onlooker = MemoryBus(scene.broker)
         incarnation = await scene.tell("decode-0", 2, ServiceState.READY)
-        async with onlooker.watch_presence() as entries:
-            assert (await anext(entries)).key == incarnation
+        async with scene.onlooker(incarnation) as entries:
             await asyncio.sleep(10 * EXPIRY_SECONDS)  # of virtual time, in which nothing is heard of anybody
             assert scene.said.lines == ["decode-0 ready after 1.5 s"]
             scene.processes.die("decode-0")
             gone = await anext(entries)
             assert (gone.key, gone.value) == (incarnation, None)
         assert scene.said.lines == ["decode-0 ready after 1.5 s"]
-        await onlooker.close()
         await scene.close()
 
     run_virtually(story())
