@@ -38,14 +38,14 @@ def load_of(device: Device, settings: BalancingSettings) -> DeviceLoad:
     )
 
 
-def occupancy_of(device: Device) -> float:
+def _occupancy_of(device: Device) -> float:
     """As reported now."""
     return device.busy_share - device.hosted_busy_share + device.away_share
 
 
 def smooth(before: Smoothed | None, device: Device, now: float, settings: BalancingSettings) -> Smoothed:
     """What is older than `smoothing_seconds` counts a third, whatever the time between two rounds."""
-    load, occupancy = load_of(device, settings), occupancy_of(device)
+    load, occupancy = load_of(device, settings), _occupancy_of(device)
     if before is None:
         return Smoothed(load, occupancy, now)
     keep = math.exp(-max(0.0, now - before.at_seconds) / settings.smoothing_seconds)

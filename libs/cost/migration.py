@@ -152,15 +152,15 @@ def kv_bytes(shape: ModelShape, module: Module, num_blocks: float) -> float:
 
 def weight_bytes(shape: ModelShape, module: Module, *, with_weights: bool) -> int:
     """Weights that travel: none where the host has the model, and none for heads and lent blocks."""
-    return num_travelling_layers(module, with_weights=with_weights) * shape.layer_weight_bytes
+    return _num_travelling_layers(module, with_weights=with_weights) * shape.layer_weight_bytes
 
 
 def weight_memory_bytes(shape: ModelShape, module: Module, *, with_weights: bool) -> int:
     """What weights that travel take in the memory of a worker whose model has this shape."""
-    return num_travelling_layers(module, with_weights=with_weights) * shape.layer_memory_bytes
+    return _num_travelling_layers(module, with_weights=with_weights) * shape.layer_memory_bytes
 
 
-def num_travelling_layers(module: Module, *, with_weights: bool) -> int:
+def _num_travelling_layers(module: Module, *, with_weights: bool) -> int:
     """Those that take their weights along."""
     return len(module.layers) if with_weights and module.kind is ModuleKind.LAYERS else 0
 

@@ -87,7 +87,8 @@ class Seen:
     @property
     def peak_utilization(self) -> float:
         """Of the busiest device in each round, on average; as the loop weighs it."""
-        return _mean_peak(self.rounds)
+        peaks = [max(d["utilization"] for d in one["devices"]) for one in self.rounds if one["devices"]]
+        return statistics.fmean(peaks or [0.0])
 
     def mean_running(self, kind: str) -> float:
         """Sequences in steps of all workers of that kind together, on average; the first half of the phase,
@@ -169,8 +170,3 @@ def _rounds(url: str) -> list[dict[str, Any]]:
         "rounds"
     ]
     return rounds[::-1]
-
-
-def _mean_peak(rounds: Sequence[dict[str, Any]]) -> float:
-    peaks = [max(device["utilization"] for device in one["devices"]) for one in rounds if one["devices"]]
-    return statistics.fmean(peaks or [0.0])

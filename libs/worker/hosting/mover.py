@@ -143,12 +143,14 @@ class Mover:
             detail = f"no move {order.move_id!r} was begun here"
             return MoveDenied(reason=DenialReason.NOT_FOUND, detail=detail, epoch=epoch)
         move = self._move
-        is_this_one = move is not None and move.record.move_id == order.move_id
-        if move is None or not is_this_one or not move.abandon("it was cancelled"):
-            return self._cannot_roll_back(order.move_id)
-        if not await move.is_rolled_back():
-            return self._cannot_roll_back(order.move_id)
-        return MoveAccepted(move_id=order.move_id, epoch=epoch)
+        if (
+            move is not None
+            and move.record.move_id == order.move_id
+            and move.abandon("it was cancelled")
+            and await move.is_rolled_back()
+        ):
+            return MoveAccepted(move_id=order.move_id, epoch=epoch)
+        return self._cannot_roll_back(order.move_id)
 
     def _cannot_roll_back(self, move_id: str) -> MoveDenied:
         phase = self._records[move_id].phase
