@@ -15,7 +15,7 @@ from black_box import Mesh, child_of, running_mesh
 from libs.bus.messages.migration import MoveTold
 from libs.placement.phases import MovePhase
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(3 * 300)]
 
 NUM_STREAMS = 8
 ANSWER_TOKENS = 48
@@ -23,6 +23,8 @@ ROW_SECONDS = 150.0
 HEAL_SECONDS = 60.0
 PHASE_SECONDS = 30.0
 FROZEN_SECONDS = 0.5
+NUM_ATTEMPTS = 3
+"""A phase may be over before what is told of it arrives, where the machine is busy."""
 
 LAYERS = {"layers": [10, 14], "kind": "offload"}
 WEIGHTS = {"layers": [20, 22], "kind": "migrate"}
@@ -49,6 +51,12 @@ class Row(NamedTuple):
     def name(self) -> str:
         role = {self.home: "home", self.host: "host"}.get(self.victim, self.victim)
         return f"{self.phase.value}{'-home-again' if self.comes_home else ''}-{role}"
+
+    @property
+    def needs_both(self) -> bool:
+        """The move cannot go on without the victim."""
+        is_early = self.phase in (MovePhase.RESERVING, MovePhase.COPYING, MovePhase.CATCHING_UP)
+        return is_early and self.victim in (self.home, self.host)
 
 
 D0, D1, P0 = "decode-0", "decode-1", "prefill-0"
@@ -196,7 +204,7 @@ def check_outcome(row: Row, record: dict[str, Any]) -> None:
     """A move outlives coordinator and broker; before the switch it needs both of its workers."""
     if row.victim in (NATS, COORDINATOR):
         assert record["phase"] == "done", record
-    elif row.phase in (MovePhase.RESERVING, MovePhase.COPYING, MovePhase.CATCHING_UP):
+    elif row.needs_both:
         assert (record["phase"], record["error"] != "") == ("failed", True), record
     elif row.phase is MovePhase.DONE:
         assert record["phase"] == "done", record
@@ -212,9 +220,8 @@ def check_epoch(row: Row, record: dict[str, Any], before: int, after: int) -> No
         assert after > before
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.name + f"-{row.home[0]}" for row in ROWS])
-async def test_kill_in_each_phase(fragile_mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> None:
-    mesh = fragile_mesh
+async def kill_once(mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> bool:
+    """One row, with all that must hold; False where the move had left its phase before the kill came."""
     capacities_before = await capacities(moves)
     async with (
         asyncio.timeout(ROW_SECONDS),
@@ -243,7 +250,9 @@ async def test_kill_in_each_phase(fragile_mesh: Mesh, moves: Moves, answers: lis
     assert len(load.errors) <= (0 if row.victim == COORDINATOR else NUM_STREAMS // 4), load.errors
     await moves.wait_settled()
     record = await moves.record(killing.move_id)
-    check_outcome(row, record)
+    is_met = not (row.needs_both and record["phase"] == "done")
+    if is_met:
+        check_outcome(row, record)
     check_epoch(row, record, epoch, await moves.epoch(row.home))
     await moves.bring_home()
     await moves.wait_all_home()
@@ -251,6 +260,15 @@ async def test_kill_in_each_phase(fragile_mesh: Mesh, moves: Moves, answers: lis
     await moves.away_and_back(row.home, host=row.host, **SMALL)
     await moves.wait_all_home()
     await wait_capacities(moves, capacities_before)
+    return is_met
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name + f"-{row.home[0]}" for row in ROWS])
+async def test_kill_in_each_phase(fragile_mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> None:
+    for _ in range(NUM_ATTEMPTS):
+        if await kill_once(fragile_mesh, moves, answers, row):
+            return
+    pytest.fail(f"{NUM_ATTEMPTS} times the move had left {row.phase.value} before the kill came")
 
 
 async def test_a_move_that_is_cancelled_leaves_nothing_behind(

@@ -12,7 +12,7 @@ from mesh_moves import Moves, load_on, moves_of, until_none
 
 from black_box import MODEL, Mesh, child_of, until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 NUM_STREAMS = 4
 ANSWER_TOKENS = 32
