@@ -1,43 +1,39 @@
 """One end of a connection, whatever carries it: deadlines, credits, the order of sends, the inbox, the way it
 ends.
 
-A Wire moves frames and knows nothing of these; it reports to its PeerLink through the `on_...` methods and
-`lose`. Everything runs in the event loop's thread.
+A Wire (wire.Wire) moves frames and knows nothing of these; it reports to its PeerLink through the `on_...`
+methods and `lose`. Everything runs in the event loop's thread, `post` and `Frame.release` also while the loop
+stands still.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
 
 import numpy as np
+import structlog
 
 from libs.transport.credits import Credit, LinkLimits, ReceiveWindow, SendWindow
 from libs.transport.memory import NO_BODY, Bytes, Memory, as_memory, view
 from libs.transport.port import MAX_HEADER_BYTES, FrameTooLarge, LinkError, LinkLost, LinkTimeout
+from libs.transport.wire import Done, Sending, Wire
 
 CLOSE_SECONDS = 2.0
 """How long a close waits for the peer to have taken in what was sent."""
 
 NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
+_log = structlog.get_logger(__name__)
 
-class Sending:
-    """One frame on its way out."""
 
-    __slots__ = ("body", "error", "header", "is_done", "is_posted", "waiter")
+def _nobody_waits(_error: LinkError | None) -> None:
+    """Done before anybody had to wait."""
 
-    def __init__(self, header: bytes, body: Memory, waiter: "asyncio.Future[None]") -> None:
-        self.header, self.body, self.waiter = header, body, waiter
-        self.error: LinkError | None = None
-        self.is_posted = self.is_done = False
 
-    def finish(self, error: LinkError | None) -> None:
-        """Wake the caller. Only the first call counts."""
-        if not self.is_done:
-            self.is_done, self.error = True, error
-            if not self.waiter.done():
-                self.waiter.set_result(None)
+def _wake(waiter: "asyncio.Future[None]", _error: LinkError | None) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Frame:
@@ -67,27 +63,6 @@ class Frame:
             release(memory)
 
 
-class Wire(Protocol):
-    """What carries one Link. No call blocks or raises for the peer's faults; those are told to
-    `PeerLink.lose`."""
-
-    def post(self, sending: Sending, credit: Credit) -> None:
-        """Start one send, in order; `PeerLink.on_sent` ends it. `credit` travels along."""
-        ...
-
-    def tell(self, credit: Credit) -> None:
-        """Send credit without a frame."""
-        ...
-
-    def post_close(self) -> None:
-        """Tell the peer that nothing follows; comes to it after all frames."""
-        ...
-
-    def abort(self) -> None:
-        """Free everything now; what is under way may be cut. Called once, by `PeerLink.lose`."""
-        ...
-
-
 class PeerLink:
     """A Link (port.Link) over a Wire."""
 
@@ -100,6 +75,12 @@ class PeerLink:
         self._posted: set[Sending] = set()
         self._inbox: deque[Frame] = deque()  # bounded by the receive window
         self._receivers: deque[asyncio.Future[None]] = deque()
+        self._unended_posts: dict[Sending, None] = {}
+        """In order: the first is the one to blame when none of them ends."""
+        self._posts_quiet_since = 0.0
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._deliver: Callable[[Frame], None] | None = None
+        self._tell_lost: Callable[[LinkLost], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._gone = asyncio.Event()
         self._end: LinkLost | None = None
@@ -126,17 +107,48 @@ class PeerLink:
         self, header: bytes, body: Bytes | Memory | None = None, *, timeout_seconds: float
     ) -> None:
         """See port.Link."""
-        memory = NO_BODY if body is None else as_memory(body)
-        self._check_size(len(header), memory.num_bytes)
-        if not self.is_open:
-            raise self._lost()
-        sending = Sending(header, memory, self._loop.create_future())
-        self._queued.append(sending)
-        self._pump()
+        sending = self._begin(header, body, _nobody_waits)
         if not sending.is_done:
             await self._wait(sending, timeout_seconds)
         if sending.error is not None:
             raise sending.error
+
+    def post(self, header: bytes, body: Bytes | Memory | None, done: Done, *, timeout_seconds: float) -> None:
+        """See port.Link."""
+        sending = self._begin(header, body, done)
+        if not sending.is_done:
+            sending.done = partial(self._post_ended, sending, done)
+            if not self._unended_posts:
+                self._posts_quiet_since = self._loop.time()
+            self._unended_posts[sending] = None
+            if self._watchdog is None:
+                self._watchdog = self._loop.call_later(timeout_seconds, self._watch, timeout_seconds)
+
+    def _post_ended(self, sending: Sending, done: Done, error: LinkError | None) -> None:
+        del self._unended_posts[sending]
+        self._posts_quiet_since = self._loop.time()
+        done(error)
+
+    def _watch(self, timeout_seconds: float) -> None:
+        """Posts come in bursts: the time of each begins when the one before it has ended."""
+        self._watchdog = None
+        if not self._unended_posts or self._end is not None:
+            return
+        left = timeout_seconds - (self._loop.time() - self._posts_quiet_since)
+        if left > 0:
+            self._watchdog = self._loop.call_later(left, self._watch, timeout_seconds)
+        else:
+            self._expire(next(iter(self._unended_posts)), timeout_seconds)
+
+    def _begin(self, header: bytes, body: Bytes | Memory | None, done: Done) -> Sending:
+        memory = NO_BODY if body is None else as_memory(body)
+        self._check_size(len(header), memory.num_bytes)
+        if not self.is_open:
+            raise self._lost()
+        sending = Sending(header, memory, done)
+        self._queued.append(sending)
+        self._pump()
+        return sending
 
     def _check_size(self, header_bytes: int, body_bytes: int) -> None:
         if header_bytes > MAX_HEADER_BYTES:
@@ -156,22 +168,26 @@ class PeerLink:
             self._outgoing.send(sending.body.num_bytes)
             sending.is_posted = True
             self._posted.add(sending)
-            self._wire.post(sending, self._incoming.tell())
+            try:
+                self._wire.post(sending, self._incoming.tell())
+            except OSError as error:  # no memory to share, no descriptor left
+                self.lose(LinkLost(f"a frame for {self._peer} cannot be sent: {error}"))
 
     async def _wait(self, sending: Sending, timeout_seconds: float) -> None:
         expiry = self._loop.call_later(timeout_seconds, self._expire, sending, timeout_seconds)
         is_cancelled = False
         try:
             while not sending.is_done:
+                waiter: asyncio.Future[None] = self._loop.create_future()
+                sending.done = partial(_wake, waiter)
                 try:
-                    await sending.waiter
+                    await waiter
                 except asyncio.CancelledError:
                     is_cancelled = True
                     if not sending.is_posted:
                         self._withdraw(sending)
                         raise
-                    # The wire still reads the body, which the caller may reuse once we return.
-                    sending.waiter = self._loop.create_future()
+                    # Else wait on: the wire still reads the body, which the caller may reuse once we return.
         finally:
             expiry.cancel()
         if is_cancelled:
@@ -220,8 +236,21 @@ class PeerLink:
                 give_back()
             self._released(memory.num_bytes)
 
-        self._inbox.append(Frame(header, memory, release))
-        self._wake_receiver()
+        frame = Frame(header, memory, release)
+        if self._deliver is not None:
+            self._is_taken(frame, self._deliver)
+        else:
+            self._inbox.append(frame)
+            self._wake_receiver()
+
+    def _is_taken(self, frame: Frame, take: Callable[[Frame], None]) -> bool:
+        try:
+            take(frame)
+            return True
+        except Exception as error:  # noqa: BLE001 - other frames of the same turn are not to be lost with it
+            _log.exception("frame_not_taken", peer=self._peer)
+            self.lose(LinkLost(f"taking in a frame of {self._peer} failed: {error}"))
+            return False
 
     def on_credit(self, credit: Credit) -> None:
         """The peer released frames."""
@@ -247,8 +276,13 @@ class PeerLink:
             self._wake_receiver()
         if self._wire is not None:
             self._wire.abort()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self._gone.set()
         self._on_gone(self)
+        tell_lost, self._deliver, self._tell_lost = self._tell_lost, None, None
+        if tell_lost is not None:
+            tell_lost(self._lost())
 
     def _lost(self) -> LinkLost:
         return LinkLost("this side closed the Link" if self._end is None else str(self._end))
@@ -260,6 +294,17 @@ class PeerLink:
         if not self._inbox:
             await self._await_frame(timeout_seconds)
         return self._inbox.popleft()
+
+    def deliver(self, take: Callable[[Frame], None], lost: Callable[[LinkLost], None]) -> None:
+        """See port.Link."""
+        self._deliver = take
+        while self._inbox and self._is_taken(self._inbox.popleft(), take):
+            pass
+        while self._inbox:
+            self._inbox.popleft().release()
+        self._tell_lost = lost
+        if self._end is not None:
+            lost(self._lost())
 
     async def _await_frame(self, timeout_seconds: float | None) -> None:
         expiry: asyncio.TimerHandle | None = None

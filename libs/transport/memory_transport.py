@@ -12,10 +12,11 @@ from libs.transport import handshake
 from libs.transport.credits import Credit
 from libs.transport.greeting import Door
 from libs.transport.handshake import Identity
-from libs.transport.link import PeerLink, Sending
+from libs.transport.link import PeerLink
 from libs.transport.memory import NO_BODY, Memory, as_memory, copy_to_host
 from libs.transport.open_links import OpenLinks
 from libs.transport.port import HandshakeRefused, LinkLost, LinkTimeout, ListenFailed
+from libs.transport.wire import Sending
 
 SCHEME = "memory://"
 
@@ -58,9 +59,8 @@ class MemoryNetwork:
         """The wire carries nothing any more."""
         self._wires.discard(wire)
 
-    def deliver(self, event: Callable[[], None]) -> None:
+    def deliver(self, event: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
         """Let `event` happen at the other end: never at once, always in order."""
-        loop = asyncio.get_running_loop()
         if self._is_frozen:
             self._held.append(event)
         elif self.delay_seconds > 0:
@@ -75,35 +75,36 @@ class MemoryWire:
     def __init__(self, network: MemoryNetwork, link: PeerLink) -> None:
         self.network, self.link = network, link
         self.other: MemoryWire | None = None
+        self._loop = asyncio.get_running_loop()
         network.join(self)
 
     def post(self, sending: Sending, credit: Credit) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         body = NO_BODY
         if sending.body.num_bytes:
             copied = np.empty(sending.body.num_bytes, dtype=np.uint8)
             copy_to_host(sending.body, copied)
             body = as_memory(copied)
         self._deliver(lambda link: _take(link, sending.header, body, credit))
-        asyncio.get_running_loop().call_soon(self.link.on_sent, sending)
+        self._loop.call_soon(self.link.on_sent, sending)
 
     def tell(self, credit: Credit) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         self._deliver(lambda link: link.on_credit(credit))
 
     def post_close(self) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         self._deliver(lambda link: link.on_close())
 
     def abort(self) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         self.network.leave(self)
         self._deliver(lambda link: link.lose(LinkLost(f"{link.peer} is gone")))
 
     def _deliver(self, event: Callable[[PeerLink], None]) -> None:
         if self.other is not None:
             other = self.other.link
-            self.network.deliver(lambda: event(other))
+            self.network.deliver(lambda: event(other), self._loop)
 
 
 def _take(link: PeerLink, header: bytes, body: Memory, credit: Credit) -> None:
@@ -177,6 +178,11 @@ class MemoryTransport:
         listener.transport.links.add(far)
         listener.door.offer(far)
         return near
+
+    @property
+    def spans_loops(self) -> bool:
+        """See port.Transport."""
+        return False
 
     def num_open_links(self) -> int:
         """See port.Transport."""

@@ -5,6 +5,7 @@ bytes, each delivered whole, in order, once, or the Link is lost. Senders are he
 that does not consume stops its sender, never its own memory. An idle Link costs nothing.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from libs.transport.memory import Bytes as Bytes
@@ -80,6 +81,27 @@ class Link(Protocol):
         Raises LinkLost, LinkTimeout, FrameTooLarge."""
         ...
 
+    def post(
+        self,
+        header: bytes,
+        body: Bytes | Memory | None,
+        done: Callable[[LinkError | None], None],
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        """`send` for who does not wait; for the loop's thread, also while the loop stands still.
+
+        `done` hears once that `body` may be reused, or why it was not sent, perhaps before this returns. The
+        Link is lost when no post has been taken for `timeout_seconds`. Raises LinkLost, FrameTooLarge; then
+        `done` hears nothing."""
+        ...
+
+    def deliver(self, take: Callable[[Received], None], lost: Callable[[LinkLost], None]) -> None:
+        """Instead of `receive`, from now on: `take` gets each frame in the turn of the loop in which it
+        comes, first those that wait; where it raises the Link is lost. `lost` hears once why none will come
+        any more."""
+        ...
+
     async def receive(self, *, timeout_seconds: float | None = None) -> Received:
         """The next frame. Raises LinkLost when none will come any more; LinkTimeout, which here loses
         nothing."""
@@ -117,6 +139,11 @@ class Transport(Protocol):
     async def connect(self, address: str, *, expected_peer: str = "", timeout_seconds: float) -> Link:
         """Connect and shake hands. `expected_peer` is the incarnation that must answer; empty accepts any.
         Raises LinkLost, LinkTimeout, HandshakeRefused."""
+        ...
+
+    @property
+    def spans_loops(self) -> bool:
+        """Whether its Links lead to any event loop, also of other threads."""
         ...
 
     def num_open_links(self) -> int:

@@ -95,6 +95,11 @@ class ShmTransport:
 
         return Prepared(link, b"", join)
 
+    @property
+    def spans_loops(self) -> bool:
+        """See port.Transport."""
+        return True
+
     def num_open_links(self) -> int:
         """See port.Transport."""
         return len(self.links)

@@ -8,11 +8,12 @@ from collections import deque
 from enum import IntEnum
 
 from libs.transport.credits import Credit
-from libs.transport.link import PeerLink, Sending
+from libs.transport.link import PeerLink
 from libs.transport.memory import as_memory, copy_to_host, own_copy
 from libs.transport.packets import PacketSocket
 from libs.transport.port import MAX_HEADER_BYTES, LinkLost
 from libs.transport.shm_segments import OwnSegments, PeerSegments, Segment
+from libs.transport.wire import Sending
 
 INLINE_BYTES = 32 << 10
 COPY_BYTES = 8 << 20
@@ -44,31 +45,32 @@ class _Job:
 
 
 class ShmWire:
-    """See link.Wire."""
+    """See wire.Wire."""
 
     def __init__(self, link: PeerLink, packets: PacketSocket, cap_bytes: int) -> None:
         self._link, self._packets = link, packets
         self._own = OwnSegments(cap_bytes, lambda segment_id: self._send(Kind.FORGET, segment_id=segment_id))
         self._peers = PeerSegments()
         self._jobs: deque[_Job] = deque()
+        self._loop = asyncio.get_running_loop()
         self._is_over = False
 
     def post(self, sending: Sending, credit: Credit) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         self._jobs.append(_Job(sending, credit))
         if len(self._jobs) == 1:
             self._work()
 
     def tell(self, credit: Credit) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         self._send(Kind.CREDIT, credit)
 
     def post_close(self) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         self._send(Kind.CLOSE)
 
     def abort(self) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         self._is_over = True
         self._jobs.clear()
         self._packets.close()
@@ -97,7 +99,7 @@ class ShmWire:
             self._jobs.popleft()
             self._link.on_sent(job.sending)
         if self._jobs:
-            asyncio.get_running_loop().call_soon(self._work)
+            self._loop.call_soon(self._work)
 
     def _copy(self, job: _Job, budget_bytes: int) -> int:
         body = job.sending.body

@@ -3,10 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 from bus_scene import AT_ONCE_SECONDS, MemoryScene, NatsScene, Scene
+from link_pair import Pair, linked_pair
+
+if TYPE_CHECKING:
+    from libs.transport.choose import TransportKind
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +34,9 @@ async def scene(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if left := asyncio.all_tasks() - before - {asyncio.current_task()}:
         _, running = await asyncio.wait(left, timeout=AT_ONCE_SECONDS)  # what was cancelled ends by itself
         assert not running
+
+
+@pytest.fixture(params=["memory", "shm", "ucx"])
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    async with linked_pair(cast("TransportKind", request.param)) as pair:
+        yield pair

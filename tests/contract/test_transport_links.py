@@ -2,17 +2,12 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import pytest
+from link_pair import BODY_SIZES, MIB, SECONDS, Pair, random_body, send
 
-from libs.transport.choose import TransportKind, make_transport
-from libs.transport.credits import LinkLimits
-from libs.transport.memory import Bytes, Memory, as_memory
-from libs.transport.memory_transport import MemoryNetwork
+from libs.transport.memory import Bytes, as_memory
 from libs.transport.port import (
     MAX_HEADER_BYTES,
     FrameTooLarge,
@@ -20,44 +15,7 @@ from libs.transport.port import (
     LinkLost,
     LinkTimeout,
     Received,
-    Transport,
 )
-
-SECONDS = 10.0
-MIB = 1 << 20
-LIMITS = LinkLimits(window_frames=8, window_bytes=4 * MIB, max_body_bytes=128 * MIB)
-BODY_SIZES = (1, 64, 32 * 1024, 32 * 1024 + 1, 128 * 1024, 128 * 1024 + 1, 3 * MIB)
-"""Both sides of what travels with its header: over shared memory up to 32 KiB, over UCX up to 128."""
-"""Below, at and above where bodies stop travelling with their header."""
-
-
-@dataclass
-class Pair:
-    """Two Links joined to each other, and their transports."""
-
-    near: Link
-    far: Link
-    transports: tuple[Transport, Transport]
-
-
-@pytest.fixture(params=["memory", "shm", "ucx"])
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    kind, network = cast("TransportKind", request.param), MemoryNetwork()
-    near = make_transport(kind, "near", b"secret", limits=LIMITS, network=network)
-    far = make_transport(kind, "far", b"secret", limits=LIMITS, network=network)
-    listener = await far.listen("127.0.0.1")
-    near_link = await near.connect(listener.address, expected_peer="far", timeout_seconds=SECONDS)
-    yield Pair(near_link, await listener.accept(), (near, far))
-    await near.close()
-    await far.close()
-
-
-def random_body(num_bytes: int) -> Bytes:
-    return np.frombuffer(os.urandom(num_bytes), dtype=np.uint8)
-
-
-async def send(link: Link, header: bytes, body: Bytes | Memory | None = None) -> None:
-    await link.send(header, body, timeout_seconds=SECONDS)
 
 
 async def receive(link: Link) -> Received:

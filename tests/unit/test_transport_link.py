@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from libs.transport.credits import Credit, LinkLimits
-from libs.transport.link import CLOSE_SECONDS, PeerLink, Sending
+from libs.transport.link import CLOSE_SECONDS, PeerLink
 from libs.transport.memory import NO_BODY, as_memory
 from libs.transport.port import LinkLost, LinkTimeout
+from libs.transport.wire import Sending
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 LIMITS = LinkLimits(window_frames=4, window_bytes=800, max_body_bytes=5000)

@@ -48,7 +48,7 @@ class UcxContext:
 
     def retire(self, worker: UcxWorker) -> None:
         """Its Link is over; free it as soon as nothing is under way on it."""
-        task = asyncio.get_running_loop().create_task(worker.close())
+        task = worker.loop.create_task(worker.close())
         self._retiring[task] = worker
         task.add_done_callback(self._retired)
 

@@ -117,6 +117,11 @@ class UcxTransport:
 
         return Prepared(link, _encode(Offer(wire.token, wire.address)), join)
 
+    @property
+    def spans_loops(self) -> bool:
+        """See port.Transport."""
+        return True
+
     def num_open_links(self) -> int:
         """See port.Transport."""
         return len(self.links)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from libs.transport.credits import Credit
-from libs.transport.link import PeerLink, Sending
+from libs.transport.link import PeerLink
 from libs.transport.memory import NO_BODY, Memory, own_copy
 from libs.transport.pool import BufferPool
 from libs.transport.port import MAX_HEADER_BYTES, LinkLost
@@ -18,6 +18,7 @@ from libs.transport.ucx import abi
 from libs.transport.ucx.context import UcxContext
 from libs.transport.ucx.order import InOrder
 from libs.transport.ucx.worker import Arrival
+from libs.transport.wire import Sending
 
 EAGER_BYTES = 128 << 10
 """Bodies up to this travel with their header: copies cost less than a second round trip up to here."""
@@ -43,7 +44,7 @@ class _Complete(NamedTuple):
 
 
 class UcxWire:
-    """See link.Wire. `token` stands in each message that comes to us; the peer learned it in the
+    """See wire.Wire. `token` stands in each message that comes to us; the peer learned it in the
     handshake."""
 
     def __init__(
@@ -70,21 +71,21 @@ class UcxWire:
     # What the Link asks for
 
     def post(self, sending: Sending, credit: Credit) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         envelope = self._envelope(Kind.FRAME, credit, sending.header)
         is_rendezvous = sending.body.num_bytes > EAGER_BYTES or sending.body.is_device
         self._worker.send(envelope, sending.body, is_rendezvous, partial(self._sent, sending))
 
     def tell(self, credit: Credit) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         self._send_control(Kind.CREDIT, credit)
 
     def post_close(self) -> None:
-        """See link.Wire."""
+        """See wire.Wire."""
         self._send_control(Kind.CLOSE, Credit(0, 0))
 
     def abort(self) -> None:
-        """See link.Wire. What is under way still ends in peace, but nobody hears of it."""
+        """See wire.Wire. What is under way still ends in peace, but nobody hears of it."""
         if self._is_over:
             return
         self._is_over = True

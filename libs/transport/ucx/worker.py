@@ -51,7 +51,7 @@ class UcxWorker:
         self._library, self._calls = library, library.calls
         self._on_arrival, self._on_failure = on_arrival, on_failure
         self._endpoint = 0
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._operations = Operations()
         self._events: list[Callable[[], None]] = []
         self._is_progress_due = False
@@ -88,7 +88,7 @@ class UcxWorker:
         check(calls.ucp_worker_get_efd(worker, ctypes.byref(fd)), "ucp_worker_get_efd")
         self.address, self.max_envelope_bytes = self._query()
         self._fd = fd.value
-        self._loop.add_reader(self._fd, self._progress)
+        self.loop.add_reader(self._fd, self._progress)
         self._progress_soon()
 
     def _query(self) -> tuple[bytes, int]:
@@ -162,7 +162,7 @@ class UcxWorker:
 
     def abandon(self) -> int:
         """Progress no more and free nothing, for a process that ends before its operations do. The handle."""
-        self._loop.remove_reader(self._fd)
+        self.loop.remove_reader(self._fd)
         if self._nudge is not None:
             self._nudge.cancel()
         worker, self._worker = self._worker, 0
@@ -221,7 +221,7 @@ class UcxWorker:
     def _progress_soon(self) -> None:
         if not self._is_progress_due:
             self._is_progress_due = True
-            self._loop.call_soon(self._progress)
+            self.loop.call_soon(self._progress)
 
     def _progress(self) -> None:
         self._is_progress_due = False
@@ -241,7 +241,7 @@ class UcxWorker:
 
     def _nudge_later(self) -> None:
         if self._operations and self._nudge is None:
-            self._nudge = self._loop.call_later(self._nudge_seconds, self._on_nudge)
+            self._nudge = self.loop.call_later(self._nudge_seconds, self._on_nudge)
 
     def _on_nudge(self) -> None:
         self._nudge = None
