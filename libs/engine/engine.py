@@ -33,6 +33,7 @@ from libs.engine.outputs import (
     TokenOutput,
 )
 from libs.engine.settings import EngineSettings
+from libs.engine.thread_loop import ThreadLoop
 from libs.model.model import Model
 from libs.placement.placement import Placement, all_home
 from libs.request.generation import Generation
@@ -229,6 +230,14 @@ class Engine:
         if self._moving is None:
             raise EngineClosed("the engine was not started")
         return self._moving
+
+    @property
+    def own_loop(self) -> ThreadLoop:
+        """The loop that the engine's thread turns when it sleeps, and between layers. What runs there must
+        not wait for the engine. Raises EngineClosed before `start`."""
+        if self._thread is None:
+            raise EngineClosed("the engine was not started")
+        return self._thread.own_loop
 
     def wake(self) -> None:
         """The answer of a host has come; from any thread."""

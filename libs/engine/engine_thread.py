@@ -2,6 +2,9 @@
 
 It takes commands, runs steps and pieces of other instances' modules, and posts what they gave to the event
 loop, one call per step. When the loop falls behind by `_MAX_POSTED` calls, the thread waits for it.
+
+It also turns an event loop of its own, when it sleeps and between layers: Links that live there carry calls
+of hosted modules without a change of thread.
 """
 
 import asyncio
@@ -26,6 +29,7 @@ from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
 from libs.engine.not_yet import NotYet
 from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
+from libs.engine.thread_loop import ThreadLoop
 from libs.kv.layer_groups import layers_per_frame
 from libs.request.outcome import FailureReason
 
@@ -87,7 +91,8 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         num_threads: int | None,
     ) -> None:
-        self.mailbox = Mailbox[Command]()
+        self._own_loop = ThreadLoop()
+        self.mailbox = Mailbox[Command](self._own_loop)
         self.meter = Meter()
         self.load = WorkerLoad()
         self._open_core = open_core
@@ -123,6 +128,11 @@ class EngineThread:
     def posted(self) -> None:
         """The loop has taken one post."""
         self._room.release()
+
+    @property
+    def own_loop(self) -> ThreadLoop:
+        """The one that this thread turns, and closes at its end."""
+        return self._own_loop
 
     def wake(self) -> None:
         """An answer has come; from any thread."""
@@ -173,12 +183,22 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001 - the thread's boundary: its death is told, not swallowed
             _log.exception("engine_died")
             end.death = error
+        self._end(core, end)
+
+    def _end(self, core: EngineCore | None, end: Post) -> None:
+        """Sequences, guests and commands are told at once, that the thread has ended when its Links have."""
         reason, detail = _why_ended(end.death)
-        end.failed = core.fail_all(reason, detail) if core is not None else []
-        if core is not None:
-            core.hosted.end(detail)
-        self._refuse_commands(end)
-        self._post(end)
+        last = Post()
+        try:
+            if core is not None:
+                last.failed = core.fail_all(reason, detail)
+                core.hosted.end(detail)
+            self._refuse_commands(last, end.death)
+            self._post(last)
+            self._own_loop.close()
+        finally:
+            self._refuse_commands(end, end.death)
+            self._post(end)
 
     def _serve(self, core: EngineCore, turns: DeviceTurns) -> None:
         is_idle, has_changed, has_retried = True, False, True
@@ -205,6 +225,7 @@ class EngineThread:
         if debt := turns.debt_seconds:
             return self.mailbox.take_all(wait=True, timeout_seconds=debt)
         if not is_at_rest or turns.has_work:
+            self._turn(core)
             return self.mailbox.take_all(wait=False)
         return self.mailbox.take_all(wait=True, timeout_seconds=core.seconds_to_deadline())
 
@@ -278,9 +299,18 @@ class EngineThread:
         leaving, self._leaving, self._num_leaving_layers = self._leaving, [], 0
         return leaving
 
+    def _turn(self, core: EngineCore) -> None:
+        """Guests' calls come in, at once where there are guests."""
+        if core.hosted.hosted():
+            self._own_loop.turn()
+        else:
+            self._own_loop.turn_if_due()
+
     def _between_layers(self) -> None:
         self._is_between_layers = True
         try:
+            if self._core is not None:
+                self._turn(self._core)
             self._write_between_layers()
             if self._turns is not None:
                 self._turns.between_layers()
@@ -314,11 +344,12 @@ class EngineThread:
                 return [self._deferred.pop(index)]
         return []
 
-    def _refuse_commands(self, end: Post) -> None:
-        error = EngineClosed("the engine is closed") if end.death is None else EngineDied(f"{end.death}")
+    def _refuse_commands(self, post: Post, death: Exception | None) -> None:
+        error = EngineClosed("the engine is closed") if death is None else EngineDied(f"{death}")
         for command in [*self._deferred, *self.mailbox.take_all(wait=False)]:
             if command.answer is not None:
-                end.answers.append((command.answer, None, error))
+                post.answers.append((command.answer, None, error))
+        self._deferred = []
 
     def _post(self, post: Post) -> None:
         if post.is_empty:

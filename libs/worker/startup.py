@@ -112,6 +112,7 @@ def describe_instance(
     *,
     link_address: str = "",
     hosting_address: str = "",
+    calls_address: str = "",
     runs_prompts: bool = False,
     num_seats: int = 0,
 ) -> None:
@@ -129,6 +130,7 @@ def describe_instance(
         num_layers=config.num_layers,
         block_bytes=config.num_layers * block_bytes,
         hosting_address=hosting_address,
+        calls_address=calls_address,
         num_kv_heads=config.num_kv_heads,
         hidden_size=config.hidden_size,
         head_dim=config.head_dim,

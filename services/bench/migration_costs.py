@@ -4,8 +4,8 @@ import asyncio
 import math
 import os
 import statistics
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,9 +16,13 @@ from libs.bus.messages.presence import Presence
 from libs.cost.migration import LinkCost, ModelShape
 from libs.engine.hosting.calls import Settle, WriteBlocks
 from libs.engine.hosting.port import Answer
+from libs.engine.mailbox import Mailbox
 from libs.engine.pool import BlockLayout, Pool
+from libs.engine.thread_loop import ThreadLoop
 from libs.placement.module import Module, heads_of
 from libs.transport.choose import make_transport
+from libs.worker.hosting.call_links import CallLinks
+from libs.worker.hosting.host_calls import HostCalls
 from libs.worker.hosting.host_link import HostLink
 from services.bench.machine import best_seconds
 
@@ -48,43 +52,67 @@ class HostingCost:
 
 
 async def measure_hosting(host: Presence, shape: ModelShape, secret: str) -> HostingCost:
-    """As a home of its own that has some heads at the worker with this presence."""
-    transport = make_transport("ucx", f"bench-{os.getpid()}", secret.encode())
-    link = await transport.connect(host.hosting_address, timeout_seconds=_TIMEOUT_SECONDS)
-    came = threading.Event()
-    home = HostLink(
-        link,
-        fingerprint=host.model_fingerprint,
-        wake=came.set,
-        on_call_done=lambda _: None,
-        on_leaving=lambda: None,
-        timeout_seconds=_TIMEOUT_SECONDS,
-        ping_seconds=1.0,
-    )
-    serving = asyncio.create_task(home.serve())
-    try:
-        module = heads_of(0, shape.num_layers, (0,))
-        await home.open(
-            "bench", module, num_blocks_wanted=NUM_BLOCKS, num_blocks_least=NUM_BLOCKS, has_weights=False
+    """As a home of its own that has some heads at the worker with this presence. One thread makes the calls
+    and turns the loop of their Link, as an engine's does."""
+    name, caller = f"bench-{os.getpid()}", Caller()
+    transport = make_transport("ucx", name, secret.encode())
+    running = asyncio.get_running_loop()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        calls = await running.run_in_executor(thread, caller.connect, host, name, secret)
+        home = HostLink(
+            await transport.connect(host.hosting_address, timeout_seconds=_TIMEOUT_SECONDS),
+            calls,
+            fingerprint=host.model_fingerprint,
+            on_leaving=lambda: None,
+            timeout_seconds=_TIMEOUT_SECONDS,
+            ping_seconds=1.0,
         )
-        return await asyncio.to_thread(_measure_calls, home, came, shape)
-    finally:
-        await home.close_module("bench")
-        await home.close()
-        await serving
-        await transport.close()
+        serving = asyncio.create_task(home.serve())
+        try:
+            module = heads_of(0, shape.num_layers, (0,))
+            await home.open(
+                "bench", module, num_blocks_wanted=NUM_BLOCKS, num_blocks_least=NUM_BLOCKS, has_weights=False
+            )
+            return await running.run_in_executor(thread, _measure_calls, home, caller, shape)
+        finally:
+            await home.close_module("bench")
+            await home.close()
+            await serving
+            await running.run_in_executor(thread, caller.close)
+            await transport.close()
 
 
-def _measure_calls(home: HostLink, came: threading.Event, shape: ModelShape) -> HostingCost:
-    """On a thread that is not the loop's, as an engine's is not."""
+class Caller:
+    """Of one thread: its loop, and its Links for calls."""
 
+    def __init__(self) -> None:
+        self._loop = ThreadLoop()
+        self.mailbox = Mailbox[None](self._loop)
+
+    def connect(self, host: Presence, name: str, secret: str) -> HostCalls:
+        """Raises HostLost."""
+        self._links = CallLinks(
+            self._loop,
+            lambda: make_transport("ucx", name, secret.encode()),
+            wake=self.mailbox.wake,
+            timeout_seconds=_TIMEOUT_SECONDS,
+            on_call_done=lambda _: None,
+            on_hosted_call_done=lambda _: None,
+        )
+        connecting = self._links.connect(host.incarnation, host.calls_address, lambda _calls, _why: None)
+        return self._loop.loop.run_until_complete(connecting)
+
+    def close(self) -> None:
+        """Cut the Links, too."""
+        self._loop.close()
+
+
+def _measure_calls(home: HostLink, caller: Caller, shape: ModelShape) -> HostingCost:
     def settle() -> float:
         began = time.perf_counter()
-        came.clear()
         answer: Answer = home.call(Settle())
-        while not answer.is_done:
-            came.wait(_TIMEOUT_SECONDS)
-            came.clear()
+        while not answer.is_done:  # a Link to a silent host is lost in the end, which is an answer, too
+            caller.mailbox.sleep(_TIMEOUT_SECONDS)
         answer.result()
         return time.perf_counter() - began
 

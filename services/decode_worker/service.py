@@ -70,7 +70,13 @@ class DecodeWorkerService:
         runtime.progress("making room for KV")
         self._engine = await self._start(runtime, model, self._transport)
         self._modules = modules = Modules(
-            runtime, self._transport, self._settings, model, self._engine, self._roster
+            runtime,
+            self._transport,
+            self._settings,
+            model,
+            self._engine,
+            self._roster,
+            open_transport=lambda: self._open_transport(self._settings, runtime),
         )
         self._decoding.tell_placement = modules.placement_changed
         self._listener = await self._transport.listen(self._settings.link_host)
@@ -91,6 +97,7 @@ class DecodeWorkerService:
             model,
             link_address=self._listener.address,
             hosting_address=modules.address,
+            calls_address=modules.calls_address,
             runs_prompts=self._settings.role == "both",
             # One batch that runs and one that awaits its KV; more would hold blocks and do nothing.
             num_seats=min(self._settings.max_held, 2 * self._settings.max_num_seqs),
@@ -187,7 +194,7 @@ class DecodeWorkerService:
             engine,
             self.load,
             num_held=lambda: len(self._sequences),
-            num_links=transport.num_open_links,
+            num_links=lambda: transport.num_open_links() + (self._modules.num_links if self._modules else 0),
             num_unsent_deltas=lambda: self._tokens.outbox.num_deltas,
         )
         await engine.start()

@@ -64,7 +64,13 @@ class PrefillWorkerService:
         runtime.progress("making room for KV")
         self._engine = await self._start(runtime, model, self._transport)
         self._modules = modules = Modules(
-            runtime, self._transport, self._settings, model, self._engine, self._roster
+            runtime,
+            self._transport,
+            self._settings,
+            model,
+            self._engine,
+            self._roster,
+            open_transport=lambda: self._open_transport(self._settings, runtime),
         )
         self._prefilling.tell_placement = modules.placement_changed
         runtime.spawn("engine", self._engine.watch())
@@ -80,6 +86,7 @@ class PrefillWorkerService:
             self._settings,
             model,
             hosting_address=modules.address,
+            calls_address=modules.calls_address,
             num_seats=self._settings.max_waiting,
         )
         watching = watch_roster(runtime.bus, self._roster, self._roster_changed, hears_itself=True)
@@ -159,7 +166,7 @@ class PrefillWorkerService:
             engine,
             self.load,
             num_held=lambda: len(prefilling.prompts),
-            num_links=transport.num_open_links,
+            num_links=lambda: transport.num_open_links() + (self._modules.num_links if self._modules else 0),
             num_unsent_deltas=lambda: self._tokens.outbox.num_deltas,
         )
         await engine.start()

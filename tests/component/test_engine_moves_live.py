@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import pytest
+from call_links_scene import call_links
 from engine_harness import Listener
 from engine_moves import SIZE, core_of, drain, generation, model_of, prompt_of
 from engine_moves import begin as begin_alone
@@ -15,19 +16,22 @@ from libs.engine.engine import Engine, EngineSettings
 from libs.engine.errors import EngineDied, MoveRefused, WeightsLost
 from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.memory_host import MemoryHost
-from libs.engine.hosting.port import Answer
+from libs.engine.hosting.port import Answer, Host
 from libs.engine.outputs import Switched
 from libs.model.model import Model
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from libs.placement.placement import Placed
 from libs.request.generation import Generation
 from libs.request.outcome import FailureReason
+from libs.transport.choose import TransportKind
+from libs.worker.hosting.call_links import CallLinks
 
 
 class Pair:
-    """Each hosts for the other."""
+    """Each hosts for the other; calls go through `links`, by name, or where there are none stay in memory."""
 
     def __init__(self, model: Model, timeout_seconds: float = 30.0) -> None:
+        self.links: dict[str, CallLinks] = {}
         self.model = model
         sizes = EngineSettings(
             max_model_len=256,
@@ -64,7 +68,10 @@ class Pair:
             home, move_id, module, num_blocks_wanted=wanted, num_blocks_least=lent
         )
         placed = replace(placed, num_blocks=granted)
-        way = MemoryHost(worker, home, host.hosting.call, engine.wake)
+        way: Host = MemoryHost(worker, home, host.hosting.call, engine.wake)
+        if self.links:
+            address = self.links[worker].address
+            way = await self.links[home].connect(worker, address, lambda calls, why: None)
         await engine.moving.begin_move(placed, way, model_after=model_after)
 
     async def copy(self, home: str, move_id: str) -> Switched:
@@ -86,6 +93,16 @@ class Pair:
 
 def has_heard(heard: Listener, num_tokens: int) -> bool:
     return sum(len(step) for step in heard.steps) == num_tokens
+
+
+@asynccontextmanager
+async def linked(kind: TransportKind | None) -> AsyncGenerator[Pair]:
+    async with opened() as pair, AsyncExitStack() as stack:
+        if kind is not None:
+            for name, engine in pair.engines.items():
+                links = call_links(kind, name, engine)
+                pair.links[name] = await stack.enter_async_context(links)
+        yield pair
 
 
 @asynccontextmanager
@@ -115,9 +132,12 @@ def unmoved(shape: str, name: str) -> dict[str, list[int]]:
     return drain(core).tokens
 
 
+@pytest.mark.parametrize("kind", [None, "shm", "ucx"], ids=["in memory", "shm", "ucx"])
 @pytest.mark.parametrize("module", [whole_layers(1, 3), heads_of(0, 4, (2,)), lent_blocks(4)], ids=repr)
-async def test_two_engines_host_for_each_other_while_both_decode(module: Module) -> None:
-    async with opened() as pair:
+async def test_two_engines_host_for_each_other_while_both_decode(
+    module: Module, kind: TransportKind | None
+) -> None:
+    async with linked(kind) as pair:
         for one in asked("a"):
             await pair.run("a", one)
         for one in asked("b"):

@@ -1,8 +1,10 @@
 """What every Host does for a home's engine, in memory and over Links."""
 
 import asyncio
-from collections.abc import AsyncIterator, MutableMapping
+import threading
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -24,10 +26,13 @@ from libs.engine.hosting.calls import (
 )
 from libs.engine.hosting.memory_host import synchronous_host
 from libs.engine.hosting.port import Answer, Host, HostLost
+from libs.engine.thread_loop import ThreadLoop
 from libs.model.layer import Layer
 from libs.placement.module import Module, heads_of, whole_layers
 from libs.transport.choose import TransportKind, make_transport
 from libs.transport.memory_transport import MemoryNetwork
+from libs.transport.port import Transport
+from libs.worker.hosting.call_links import CallLinks
 from libs.worker.hosting.guest import Guest
 from libs.worker.hosting.host_link import HostLink
 from libs.worker.hosting.incoming_weights import form_of
@@ -106,35 +111,89 @@ class Stage:
         return await self.result(self.host.call(call))
 
 
+class TurnedByThreads:
+    """An own thread for each of some loops."""
+
+    def __init__(self) -> None:
+        self._ending = threading.Event()
+        self._threads: list[tuple[ThreadLoop, threading.Thread]] = []
+
+    def loop(self) -> ThreadLoop:
+        turned = ThreadLoop()
+        thread = threading.Thread(target=self._turn, args=(turned,))
+        self._threads.append((turned, thread))
+        thread.start()
+        return turned
+
+    def _turn(self, turned: ThreadLoop) -> None:
+        while not self._ending.is_set():
+            turned.sleep(None)
+        turned.close()
+
+    async def end(self) -> None:
+        self._ending.set()
+        for turned, thread in self._threads:
+            turned.wake()
+            await asyncio.to_thread(thread.join)
+
+
+def call_links(
+    loop: ThreadLoop | None, open_transport: Callable[[], Transport], wake: Callable[[], None]
+) -> CallLinks:
+    return CallLinks(
+        loop,
+        open_transport,
+        wake=wake,
+        timeout_seconds=SECONDS,
+        on_call_done=lambda seconds: None,
+        on_hosted_call_done=lambda seconds: None,
+    )
+
+
 @asynccontextmanager
-async def over_a_link(kind: TransportKind, stage: Stage) -> AsyncIterator[HostLink]:
-    network = MemoryNetwork()
-    near = make_transport(kind, GUEST, b"secret", network=network)
-    far = make_transport(kind, "the-host", b"secret", network=network)
+async def over_links(
+    kind: TransportKind, stage: Stage, threads: TurnedByThreads | None
+) -> AsyncIterator[HostLink]:
+    network, hosting = MemoryNetwork(), HereAndNow(stage.there)
+
+    def transport(incarnation: str) -> Transport:
+        return make_transport(kind, incarnation, b"secret", network=network)
+
+    near, far = transport(GUEST), transport("the-host")
+    if threads is not None:
+        near_calls, far_calls = (
+            call_links(threads.loop(), partial(transport, name), stage.wake) for name in (GUEST, "the-host")
+        )
+    else:
+        near_calls, far_calls = (call_links(None, lambda at=at: at, stage.wake) for at in (near, far))
+    await far_calls.listen("127.0.0.1")
+    serving = [asyncio.ensure_future(far_calls.accept(hosting))]
+    calls = await near_calls.connect("the-host", far_calls.address, lambda calls, why: None)
     listener = await far.listen("127.0.0.1")
     link = await near.connect(listener.address, timeout_seconds=SECONDS)
     guest = Guest(
         await listener.accept(),
-        HereAndNow(stage.there),
+        hosting,
         form_of(MODEL),
         fingerprint="same",
         lease_seconds=SECONDS,
         send_timeout_seconds=SECONDS,
         on_change=lambda: None,
-        on_call_done=lambda seconds: None,
         is_leaving=lambda: False,
     )
     host = HostLink(
         link,
+        calls,
         fingerprint="same",
-        wake=stage.wake,
-        on_call_done=lambda seconds: None,
         on_leaving=lambda: None,
         timeout_seconds=SECONDS,
         ping_seconds=0.5,
     )
-    serving = [asyncio.ensure_future(guest.serve()), asyncio.ensure_future(host.serve())]
+    serving += [asyncio.ensure_future(guest.serve()), asyncio.ensure_future(host.serve())]
     yield host
+    serving[0].cancel()
+    await near_calls.close()
+    await far_calls.close()
     await near.close()
     await far.close()
     await asyncio.wait(serving, timeout=SECONDS)
@@ -142,15 +201,19 @@ async def over_a_link(kind: TransportKind, stage: Stage) -> AsyncIterator[HostLi
     assert not stage.there.modules.hosted()
 
 
-@pytest.fixture(params=["in-memory", "memory", "shm", "ucx"])
+@pytest.fixture(params=["in-memory", "memory", "shm", "ucx", "shm, own threads", "ucx, own threads"])
 async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
     stage = Stage(HostScene(MODEL))
     async with AsyncExitStack() as stack:
         if request.param == "in-memory":
             stage.host = synchronous_host("the-host", GUEST, stage.there.modules)
         else:
-            kind = cast("TransportKind", request.param)
-            stage.host = await stack.enter_async_context(over_a_link(kind, stage))
+            name, _, on_threads = request.param.partition(", ")
+            threads = TurnedByThreads() if on_threads else None
+            if threads is not None:
+                stack.push_async_callback(threads.end)
+            links = over_links(cast("TransportKind", name), stage, threads)
+            stage.host = await stack.enter_async_context(links)
         yield stage
 
 
@@ -260,7 +323,7 @@ async def test_every_answered_call_has_a_test_here() -> None:
 @pytest.fixture(params=["memory", "ucx"])
 async def linked(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Stage, HostLink]]:
     stage = Stage(HostScene(MODEL))
-    async with over_a_link(cast("TransportKind", request.param), stage) as host:
+    async with over_links(cast("TransportKind", request.param), stage, None) as host:
         stage.host = host
         yield stage, host
 

@@ -1,5 +1,6 @@
 import dataclasses
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
 from libs.engine.outputs import LayerOutput
 from libs.engine.settings import EngineSettings, pool_blocks
+from libs.engine.thread_loop import ThreadLoop
 
 
 class Clock:
@@ -55,8 +57,14 @@ def test_looking_for_work_in_vain_is_not_busy() -> None:
     assert meter.rates() == (0.0, 0.0)
 
 
-def test_a_mailbox_keeps_order_and_wakes_its_taker() -> None:
-    mailbox = Mailbox[int]()
+@pytest.fixture
+def mailbox() -> Iterator[Mailbox[int]]:
+    loop = ThreadLoop()
+    yield Mailbox[int](loop)
+    loop.close()
+
+
+def test_a_mailbox_keeps_order_and_wakes_its_taker(mailbox: Mailbox[int]) -> None:
     taken: list[int] = []
     waiting = threading.Thread(target=lambda: taken.extend(mailbox.take_all(wait=True)))
     waiting.start()
@@ -67,8 +75,7 @@ def test_a_mailbox_keeps_order_and_wakes_its_taker() -> None:
     assert mailbox.take_all(wait=True, timeout_seconds=0.001) == []
 
 
-def test_only_the_first_wanted_items_are_taken_ahead() -> None:
-    mailbox = Mailbox[int]()
+def test_only_the_first_wanted_items_are_taken_ahead(mailbox: Mailbox[int]) -> None:
     for number in (2, 4, 5, 6):
         mailbox.put(number)
     assert mailbox.take(lambda number: number % 2 == 0) == [2, 4, 6]

@@ -10,6 +10,7 @@ from libs.engine.hosting.device_turns import DeviceTurns
 from libs.engine.hosting.port import Answer, HostLost
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
+from libs.engine.thread_loop import ThreadLoop
 
 
 class Clock:
@@ -46,9 +47,12 @@ class SleepyMailbox(Mailbox[int]):
     """Time goes by while its taker sleeps; `on_sleep` may bring something."""
 
     def __init__(self, clock: Clock) -> None:
-        super().__init__()
+        self.loop = ThreadLoop()
+        self.loop.close()  # what sleeps here is its taker's clock
+        super().__init__(self.loop)
         self.clock = clock
         self.slept: list[float] = []
+        self.num_turns = 0
         self.on_sleep: Callable[[], None] = lambda: None
 
     def sleep(self, timeout_seconds: float | None) -> None:
@@ -58,6 +62,9 @@ class SleepyMailbox(Mailbox[int]):
         self.on_sleep()
         if self.clock.now == before:
             self.clock.now += timeout_seconds
+
+    def turn(self) -> None:
+        self.num_turns += 1
 
 
 class Scene:
@@ -268,7 +275,8 @@ def test_without_guests_and_with_the_whole_device_nothing_happens_between_layers
 
 
 def test_a_mailbox_wakes_its_taker_for_what_is_no_command() -> None:
-    mailbox = Mailbox[int]()
+    loop = ThreadLoop()
+    mailbox = Mailbox[int](loop)
     mailbox.wake()
     mailbox.sleep(None)  # what came before is not slept over
     mailbox.sleep(0.0)
@@ -278,3 +286,4 @@ def test_a_mailbox_wakes_its_taker_for_what_is_no_command() -> None:
     mailbox.wake()
     assert mailbox.take_all(wait=True) == [1]
     assert mailbox.take_all(wait=True, timeout_seconds=0.0) == []
+    loop.close()

@@ -57,6 +57,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True):
     """Of one KV block in all layers."""
     hosting_address: str = ""
     """Where Links of homes that move modules here are taken; empty: this process hosts nothing."""
+    calls_address: str = ""
+    """Where the Links are taken that bring calls of those modules."""
     num_kv_heads: int = 0
     hidden_size: int = 0
     head_dim: int = 0

@@ -131,7 +131,9 @@ class DeviceTurns:
                 answer.fail(HostLost(worker, f"no answer within {timeout_seconds} s"))
             elif debt := self.debt_seconds:
                 self._mailbox.sleep(min(left, debt) if self._hosted.has_work else left)
-            elif not self.run_guest(is_own_ready=False):
+            elif self.run_guest(is_own_ready=False):
+                self._mailbox.turn()  # else guests with work without end would keep the answer waiting
+            else:
                 self._mailbox.sleep(left)
 
     def _go_on(self) -> None:

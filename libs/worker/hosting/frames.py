@@ -136,6 +136,13 @@ def _decoded(header: bytes) -> Header:
 def _message(header: Header, body: Bytes, *, is_view: bool) -> Message:
     if body.size and checksum(body) != header.checksum:
         raise BadFrame(f"{type(header.head).__name__} of {body.size} bytes arrived with another checksum")
+    try:
+        return Message(header.head, _tensors(header, body), is_view)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise BadFrame(f"tensors of shapes {[part.shape for part in header.parts]}: {error}") from error
+
+
+def _tensors(header: Header, body: Bytes) -> tuple[torch.Tensor, ...]:
     tensors: list[torch.Tensor] = []
     end = 0
     for part in header.parts:
@@ -152,7 +159,7 @@ def _message(header: Header, body: Bytes, *, is_view: bool) -> Message:
             tensors.append(torch.from_numpy(body[start:end]).view(dtype).view(part.shape))
     if end != body.size:
         raise BadFrame(f"tensors of {end} bytes in a body of {body.size}")
-    return Message(header.head, tuple(tensors), is_view)
+    return tuple(tensors)
 
 
 def _aligned(offset: int) -> int:

@@ -1,12 +1,9 @@
 """One guest: the home at the other end of a Link, whose modules run here."""
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Protocol
 
 import structlog
@@ -14,18 +11,13 @@ import torch
 
 from libs.bus.messages.migration import Hosted
 from libs.engine.errors import EngineError, NoRoom
-from libs.engine.hosting.calls import ANSWERED, HostedCall, WriteBlocks
-from libs.engine.hosting.port import Answer, HostLost
 from libs.model.layer import Layer
 from libs.placement.module import Module
 from libs.transport.port import Link, LinkError, Received
 from libs.worker.hosting.aside import aside
-from libs.worker.hosting.call_codec import join_call
 from libs.worker.hosting.frames import Assembly, BadFrame, Message
 from libs.worker.hosting.incoming_weights import IncomingWeights, LayerForm
 from libs.worker.hosting.messages import (
-    Call,
-    CallFailed,
     Close,
     Closed,
     Leaving,
@@ -35,7 +27,6 @@ from libs.worker.hosting.messages import (
     Ping,
     Pong,
     RefusalKind,
-    Result,
     WeightPiece,
     WeightsAt,
 )
@@ -64,10 +55,6 @@ class ModuleHosting(Protocol):
         """Blocks granted. `layers` is filled before the first call. Raises NoRoom, MoveRefused."""
         ...
 
-    def call(self, guest: str, call: HostedCall, answer: Answer) -> None:
-        """Do it after what this guest asked before; `answer` is given when it is done. Never waits."""
-        ...
-
     async def close(self, guest: str, move_id: str) -> None:
         """Free a module. Unknown ones are ignored."""
         ...
@@ -81,19 +68,9 @@ class ModuleHosting(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A call that the engine has; `frame` is the memory that it reads."""
-
-    call_id: int
-    answer: Answer
-    frame: Received | None
-    began: float
-
-
 class Guest:
     """Serves one Link until it is lost, or silent for longer than `lease_seconds`; then nothing of it is
-    left here. `on_change` hears when modules came or left, `on_call_done` how long a call took."""
+    left here. Its calls come over another, see `guest_calls`. `on_change` hears when modules came or left."""
 
     def __init__(
         self,
@@ -105,19 +82,15 @@ class Guest:
         lease_seconds: float,
         send_timeout_seconds: float,
         on_change: Callable[[], None],
-        on_call_done: Callable[[float], None],
         is_leaving: Callable[[], bool],
     ) -> None:
-        self._on_change, self._on_call_done, self._is_leaving = on_change, on_call_done, is_leaving
+        self._on_change, self._is_leaving = on_change, is_leaving
         self._link, self._hosting, self._form, self._fingerprint = link, hosting, form, fingerprint
-        self._lease_seconds, self._send_timeout_seconds = lease_seconds, send_timeout_seconds
-        self._outgoing = Outgoing()
+        self._lease_seconds = lease_seconds
+        self._outgoing = Outgoing(link, send_timeout_seconds)
         self._assembly = Assembly()
         self._weights: dict[str, tuple[IncomingWeights, MutableMapping[int, Layer]]] = {}
-        self._running: dict[int, _Running] = {}
         self._opening: dict[str, asyncio.Task[None]] = {}
-        self._numbers = count()
-        self._loop = asyncio.get_running_loop()
 
     @property
     def name(self) -> str:
@@ -133,9 +106,7 @@ class Guest:
         reason = "this worker is closing"
         try:
             async with asyncio.TaskGroup() as tasks:
-                sending = tasks.create_task(self._send())
                 reason = await self._receive(tasks)
-                sending.cancel()
         finally:
             log.info("guest_link_ended", guest=self.name, reason=reason)
             self._outgoing.close()
@@ -147,10 +118,6 @@ class Guest:
         """Idempotent; `serve` returns."""
         await self._link.close()
 
-    async def _send(self) -> None:
-        with suppress(LinkError):  # the Link is lost then, and `receive` says why
-            await self._outgoing.send_all(self._link, self._send_timeout_seconds)
-
     async def _receive(self, tasks: asyncio.TaskGroup) -> str:
         while True:
             try:
@@ -159,20 +126,15 @@ class Guest:
                 return str(ended)
 
     def _take(self, frame: Received, tasks: asyncio.TaskGroup) -> None:
-        is_kept = False
         try:
             message = self._assembly.take(frame.header, frame.body)
             if message is not None:
-                is_kept = self._handle(message, frame, tasks)
+                self._handle(message, tasks)
         finally:
-            if not is_kept:
-                frame.release()
+            frame.release()
 
-    def _handle(self, message: Message, frame: Received, tasks: asyncio.TaskGroup) -> bool:
-        """True when the frame's memory is still needed."""
+    def _handle(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         match message.head:
-            case Call() as head:
-                return self._call(head, message, frame)
             case Open() as head:
                 self._opening[head.move_id] = tasks.create_task(self._open(head))
             case WeightPiece() as head:
@@ -189,40 +151,6 @@ class Guest:
                     self._outgoing.put(Pong(ask_id=head.ask_id))
             case other:
                 raise BadFrame(f"a home sent {type(other).__name__}")
-        return False
-
-    def _call(self, head: Call, message: Message, frame: Received) -> bool:
-        # Blocks may be large, and are of no use once written; the arrays of a step live until the next one.
-        is_kept = message.is_view and not head.call_id
-        call = join_call(head.facts, message.tensors if is_kept else message.owned())
-        if is_kept and not isinstance(call, WriteBlocks):
-            is_kept, call = False, join_call(head.facts, message.owned())
-        if isinstance(call, ANSWERED) != bool(head.call_id):
-            raise BadFrame(f"{type(call).__name__} with answer id {head.call_id}")
-        number = next(self._numbers)
-        answer = Answer(partial(self._done, number))
-        self._running[number] = _Running(
-            head.call_id, answer, frame if is_kept else None, time.perf_counter()
-        )
-        self._hosting.call(self.name, call, answer)
-        return is_kept
-
-    def _done(self, number: int) -> None:
-        """Called by the engine's thread."""
-        with suppress(RuntimeError):  # the loop has ended, and with it the Link
-            self._loop.call_soon_threadsafe(self._answer, number)
-
-    def _answer(self, number: int) -> None:
-        done = self._running.pop(number)
-        if done.frame is not None:
-            done.frame.release()
-        if not done.call_id:
-            return
-        self._on_call_done(time.perf_counter() - done.began)
-        try:
-            self._outgoing.put(Result(call_id=done.call_id), (done.answer.result(),))
-        except HostLost as error:
-            self._outgoing.put(CallFailed(call_id=done.call_id, detail=str(error)[:MAX_DETAIL_CHARACTERS]))
 
     async def _open(self, head: Open) -> None:
         if (why := self._why_refused(head)) is not None:

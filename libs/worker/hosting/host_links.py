@@ -1,7 +1,6 @@
-"""Links from a home to the hosts of its modules."""
+"""Links from a home to the hosts of its modules, two to each: one for calls, one for all else."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol
 
 import structlog
@@ -10,6 +9,8 @@ from libs.engine.hosting.port import HostLost
 from libs.runtime.roster import Roster
 from libs.runtime.runtime import Spawn
 from libs.transport.port import LinkError, Transport
+from libs.worker.hosting.call_links import CallLinks
+from libs.worker.hosting.host_calls import HostCalls
 from libs.worker.hosting.host_link import HostLink
 
 log = structlog.get_logger()
@@ -28,23 +29,22 @@ class HostEvents(Protocol):
 
 
 class HostLinks:
-    """By incarnation; one Link each, made when it is first needed."""
+    """By incarnation; made when one is first needed."""
 
     def __init__(
         self,
         transport: Transport,
+        calls: CallLinks,
         roster: Roster,
         spawn: Spawn,
         events: HostEvents,
         *,
         fingerprint: str,
-        wake: Callable[[], None],
-        on_call_done: Callable[[float], None],
         timeout_seconds: float,
         ping_seconds: float,
     ) -> None:
-        self._transport, self._spawn, self._events, self._wake = transport, spawn, events, wake
-        self._roster, self._fingerprint, self._on_call_done = roster, fingerprint, on_call_done
+        self._transport, self._calls, self._spawn, self._events = transport, calls, spawn, events
+        self._roster, self._fingerprint = roster, fingerprint
         self._timeout_seconds, self._ping_seconds = timeout_seconds, ping_seconds
         self._links: dict[str, HostLink] = {}
         self._connecting = asyncio.Lock()
@@ -65,25 +65,37 @@ class HostLinks:
             presence = self._roster.get(worker)
             if presence is None:
                 raise HostLost(worker, "it left the mesh")
-            address = presence.hosting_address
+            calls = await self._calls.connect(worker, presence.calls_address, self._calls_lost)
             try:
-                link = await self._transport.connect(
-                    address, expected_peer=worker, timeout_seconds=self._timeout_seconds
-                )
-            except LinkError as error:
-                raise HostLost(worker, str(error)) from error
-            host = HostLink(
-                link,
-                fingerprint=self._fingerprint,
-                wake=self._wake,
-                on_call_done=self._on_call_done,
-                on_leaving=lambda: self._events.host_leaving(worker),
-                timeout_seconds=self._timeout_seconds,
-                ping_seconds=self._ping_seconds,
-            )
+                host = await self._connect(worker, presence.hosting_address, calls)
+            except BaseException:
+                self._spawn("drop-calls", self._calls.drop(calls))
+                raise
             self._links[worker] = host
             self._spawn("host-link", self._serve(host))
+            if calls.lost is not None:  # meanwhile, when nobody knew yet whom it concerns
+                self._calls_lost(calls, calls.lost.why)
             return host
+
+    async def _connect(self, worker: str, address: str, calls: HostCalls) -> HostLink:
+        try:
+            link = await self._transport.connect(
+                address, expected_peer=worker, timeout_seconds=self._timeout_seconds
+            )
+        except LinkError as error:
+            raise HostLost(worker, str(error)) from error
+        return HostLink(
+            link,
+            calls,
+            fingerprint=self._fingerprint,
+            on_leaving=lambda: self._events.host_leaving(worker),
+            timeout_seconds=self._timeout_seconds,
+            ping_seconds=self._ping_seconds,
+        )
+
+    def _calls_lost(self, calls: HostCalls, why: str) -> None:
+        if (host := self._links.get(calls.worker)) is not None and host.calls is calls:
+            self._spawn("drop-host", host.close(why))
 
     def drop(self, worker: str) -> None:
         """Cut the Link, if there is one; `host_lost` is not told of it. Who connects again gets a new one."""
@@ -96,3 +108,4 @@ class HostLinks:
         if self._links.get(host.worker) is host:
             del self._links[host.worker]
             self._events.host_lost(host.worker, reason)
+        await self._calls.drop(host.calls)

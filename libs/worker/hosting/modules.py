@@ -1,17 +1,20 @@
 """Everything a worker needs to host modules of others and to have its own hosted, made together."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from libs.bus.messages.migration import DenialReason, MoveDenied
 from libs.bus.messages.presence import ServiceKind
+from libs.engine.thread_loop import ThreadLoop
 from libs.model.model import Model
 from libs.placement.placement import Placement
 from libs.runtime.roster import Roster, RosterChange
 from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
+from libs.worker.hosting.call_links import CallLinks
 from libs.worker.hosting.guest import ModuleHosting
+from libs.worker.hosting.guest_calls import TakesCalls
 from libs.worker.hosting.home import Home
 from libs.worker.hosting.host_links import HostLinks
 from libs.worker.hosting.incoming_weights import form_of
@@ -24,6 +27,10 @@ from libs.worker.startup import block_shape_of, fingerprint_of, max_model_len_of
 _PINGS_PER_LEASE = 3
 
 
+class EngineHosting(ModuleHosting, TakesCalls, Protocol):
+    """Modules of others in an engine: `libs.engine.hosting.hosting.Hosting`."""
+
+
 class HostingEngine(Protocol):
     """An engine as both sides of hosting see it: `libs.engine.engine.Engine`."""
 
@@ -33,8 +40,13 @@ class HostingEngine(Protocol):
         ...
 
     @property
-    def hosting(self) -> ModuleHosting:
+    def hosting(self) -> EngineHosting:
         """Modules of others that run here."""
+        ...
+
+    @property
+    def own_loop(self) -> ThreadLoop:
+        """The loop that the engine's thread turns."""
         ...
 
     def wake(self) -> None:
@@ -53,7 +65,11 @@ class Modules:
         model: Model,
         engine: HostingEngine,
         roster: Roster,
+        *,
+        open_transport: Callable[[], Transport],
     ) -> None:
+        """`open_transport` makes another one, for calls alone, on the engine's own loop; where Links could
+        not leave the running loop, `transport` carries calls, too."""
         self._runtime, self._transport, self._settings = runtime, transport, settings
         self._form, self._engine = form_of(model), engine
         self._fingerprint = fingerprint_of(settings, model)
@@ -69,15 +85,22 @@ class Modules:
             slot_bytes=block_shape_of(model, settings.block_size).num_bytes // model.config.num_kv_heads,
             max_model_len=max_model_len_of(settings, model),
         )
+        self._calls = CallLinks(
+            engine.own_loop if transport.spans_loops else None,
+            open_transport if transport.spans_loops else lambda: transport,
+            wake=engine.wake,
+            timeout_seconds=settings.hosting_timeout_seconds,
+            on_call_done=metrics.host_call_seconds.observe,
+            on_hosted_call_done=metrics.hosted_call_seconds.observe,
+        )
         self._mover.attach(
             HostLinks(
                 transport,
+                self._calls,
                 roster,
                 runtime.spawn,
                 self._mover,
                 fingerprint=self._fingerprint,
-                wake=engine.wake,
-                on_call_done=metrics.host_call_seconds.observe,
                 timeout_seconds=settings.hosting_timeout_seconds,
                 ping_seconds=settings.lease_seconds / _PINGS_PER_LEASE,
             )
@@ -87,13 +110,22 @@ class Modules:
             epoch=lambda: engine.moving.placement.epoch,
             num_away=lambda: len(engine.moving.placement.placed),
         )
-        self._metrics = metrics
         self._server: HostingServer | None = None
 
     @property
     def address(self) -> str:
         """Where guests come to, for presence; empty where this worker hosts nothing."""
         return self._server.address if self._server is not None else ""
+
+    @property
+    def calls_address(self) -> str:
+        """Where their calls come to, for presence."""
+        return self._calls.address
+
+    @property
+    def num_links(self) -> int:
+        """Open ones of those that carry calls alone, for the gauge."""
+        return self._calls.num_open_links() if self._transport.spans_loops else 0
 
     def denial(self) -> MoveDenied | None:
         """Why this worker cannot become another now: modules would have to move first."""
@@ -112,13 +144,14 @@ class Modules:
     async def open(self) -> None:
         """Once the engine has started: take guests and orders."""
         if self._settings.hosting:
+            await self._calls.listen(self._settings.link_host)
+            self._runtime.spawn("guests-calls", self._calls.accept(self._engine.hosting))
             self._server = HostingServer(
                 await self._transport.listen(self._settings.link_host),
                 self._engine.hosting,
                 self._form,
                 self._runtime.spawn,
                 self._mover.hosting_changed,
-                self._metrics.hosted_call_seconds.observe,
                 fingerprint=self._fingerprint,
                 lease_seconds=self._settings.lease_seconds,
                 send_timeout_seconds=self._settings.hosting_timeout_seconds,
@@ -150,7 +183,8 @@ class Modules:
             await self._mover.let_go()
 
     async def close(self) -> None:
-        """Take no more orders and guests. The Links end with the transport."""
+        """Take no more orders and guests. Links for calls end now, the others with the transport."""
         await self._mover.close()
         if self._server is not None:
             await self._server.close()
+        await self._calls.close()

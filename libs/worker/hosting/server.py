@@ -24,14 +24,13 @@ class HostingServer:
         form: LayerForm,
         spawn: Spawn,
         on_change: Callable[[], None],
-        on_call_done: Callable[[float], None],
         *,
         fingerprint: str,
         lease_seconds: float,
         send_timeout_seconds: float,
     ) -> None:
         self._listener, self._hosting, self._form, self._spawn = listener, hosting, form, spawn
-        self._on_change, self._on_call_done = on_change, on_call_done
+        self._on_change = on_change
         self._fingerprint = fingerprint
         self._lease_seconds, self._send_timeout_seconds = lease_seconds, send_timeout_seconds
         self._guests: dict[str, tuple[Guest, asyncio.Task[None]]] = {}
@@ -89,6 +88,5 @@ class HostingServer:
             lease_seconds=self._lease_seconds,
             send_timeout_seconds=self._send_timeout_seconds,
             on_change=self._note_change,
-            on_call_done=self._on_call_done,
             is_leaving=lambda: self._is_draining,
         )

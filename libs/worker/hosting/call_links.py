@@ -1,0 +1,154 @@
+"""Links that carry the calls of hosted modules, at both ends, on the loop of the thread that makes them."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from libs.engine.hosting.port import HostLost
+from libs.engine.thread_loop import ThreadLoop
+from libs.transport.port import LinkError, LinkLost, Listener, Transport
+from libs.worker.hosting.across import LoopEnded, across
+from libs.worker.hosting.guest_calls import GuestCalls, TakesCalls
+from libs.worker.hosting.host_calls import HostCalls
+
+_CLOSE_SECONDS = 4.0
+"""A silent peer is given up before."""
+
+
+class CallLinks:
+    """One transport, which lives on the loop that the engine's thread turns, so that a call is sent, heard,
+    done and answered without a change of thread. It ends with `close` or with the loop. Methods are for any
+    loop."""
+
+    def __init__(
+        self,
+        thread_loop: ThreadLoop | None,
+        open_transport: Callable[[], Transport],
+        *,
+        wake: Callable[[], None],
+        timeout_seconds: float,
+        on_call_done: Callable[[float], None],
+        on_hosted_call_done: Callable[[float], None],
+    ) -> None:
+        """`open_transport` is called on the loop, `wake` with each answer of a host. Calls to hosts and of
+        guests are timed apart. Without a `thread_loop` all is on the running loop, and the transport
+        somebody else's to close."""
+        self._thread_loop, self._open_transport, self._wake = thread_loop, open_transport, wake
+        self._loop = asyncio.get_running_loop() if thread_loop is None else thread_loop.loop
+        self._timeout_seconds = timeout_seconds
+        self._on_call_done, self._on_hosted_call_done = on_call_done, on_hosted_call_done
+        self._transport: Transport | None = None
+        self._listener: Listener | None = None
+        self._guests: dict[str, GuestCalls] = {}
+        self._is_closed = False
+        if thread_loop is not None:
+            thread_loop.at_end(self._close)
+
+    @property
+    def address(self) -> str:
+        """Where guests' calls come to, for presence; empty where none are taken."""
+        return "" if self._listener is None else self._listener.address
+
+    def num_open_links(self) -> int:
+        """For the gauge."""
+        return 0 if self._transport is None else self._transport.num_open_links()
+
+    async def listen(self, host: str) -> None:
+        """From now on there is an `address`. Raises ListenFailed."""
+        await across(self._loop, self._listen(host))
+
+    async def accept(self, hosting: TakesCalls) -> None:
+        """Take calls of guests, until the loop ends."""
+        with suppress(LoopEnded):
+            await across(self._loop, self._accept(hosting))
+
+    async def connect(
+        self, worker: str, address: str, on_lost: Callable[[HostCalls, str], None]
+    ) -> HostCalls:
+        """To the host with this incarnation. `on_lost` hears on the caller's loop why the Link is over.
+        Raises HostLost."""
+        own_loop = asyncio.get_running_loop()
+
+        def tell_lost(calls: HostCalls, why: str) -> None:
+            with suppress(RuntimeError):  # the worker has ended, and nobody is left to tell
+                own_loop.call_soon_threadsafe(on_lost, calls, why)
+
+        connecting = asyncio.create_task(across(self._loop, self._connect(worker, address, tell_lost)))
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            connecting.add_done_callback(self._drop_unwanted)
+            raise
+        except (LinkError, LoopEnded) as error:
+            raise HostLost(worker, f"its calls have no Link: {error}") from error
+
+    async def drop(self, calls: HostCalls) -> None:
+        """Cut the Link to a host."""
+        calls.lose("this side closed the Link")
+        with suppress(LoopEnded):  # and all Links with it
+            await across(self._loop, calls.close())
+
+    async def close(self) -> None:
+        """Cut all Links; what a busy thread has no time for, it does at its end. Idempotent."""
+        with suppress(LoopEnded, TimeoutError):
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await across(self._loop, self._close())
+
+    def _drop_unwanted(self, connecting: asyncio.Task[HostCalls]) -> None:
+        if not connecting.cancelled() and connecting.exception() is None:
+            calls = connecting.result()
+            calls.lose("nobody waits for this Link any more")
+            with suppress(RuntimeError):  # the loop has ended, and all Links with it
+                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(calls.close()))
+
+    def _opened(self) -> Transport:
+        if self._is_closed:
+            raise LinkLost("no more calls are made or taken here")
+        if self._transport is None:
+            self._transport = self._open_transport()
+        return self._transport
+
+    async def _listen(self, host: str) -> None:
+        self._listener = await self._opened().listen(host)
+
+    async def _accept(self, hosting: TakesCalls) -> None:
+        while self._listener is not None:
+            link = await self._listener.accept()
+            if (before := self._guests.get(link.peer)) is not None:
+                before.close()  # what still comes over it would mix with what the newer one brings
+            guest = GuestCalls(
+                link,
+                hosting,
+                send_timeout_seconds=self._timeout_seconds,
+                on_call_done=self._on_hosted_call_done,
+                on_over=self._guest_over,
+            )
+            if link.is_open:
+                self._guests[link.peer] = guest
+
+    def _guest_over(self, guest: GuestCalls) -> None:
+        if self._guests.get(guest.name) is guest:
+            del self._guests[guest.name]
+
+    async def _connect(
+        self, worker: str, address: str, on_lost: Callable[[HostCalls, str], None]
+    ) -> HostCalls:
+        link = await self._opened().connect(
+            address, expected_peer=worker, timeout_seconds=self._timeout_seconds
+        )
+        return HostCalls(
+            link,
+            wake=self._wake,
+            on_call_done=self._on_call_done,
+            on_lost=on_lost,
+            timeout_seconds=self._timeout_seconds,
+        )
+
+    async def _close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._listener is not None:
+            await self._listener.close()
+        if self._transport is not None and self._thread_loop is not None:
+            await self._transport.close()
