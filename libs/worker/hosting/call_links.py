@@ -58,8 +58,8 @@ class CallLinks:
         await across(self._loop, self._listen(host))
 
     async def accept(self, hosting: TakesCalls) -> None:
-        """Take calls of guests, until the loop ends."""
-        with suppress(LoopEnded):
+        """Take calls of guests, until the listener closes or the loop ends."""
+        with suppress(LoopEnded, LinkLost):
             await across(self._loop, self._accept(hosting))
 
     async def connect(
