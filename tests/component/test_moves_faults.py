@@ -45,7 +45,8 @@ async def test_a_host_that_is_lost_costs_time_and_no_token(
         assert isinstance(started, MoveAccepted)
         await scene.until(started.move_id, phase)
         await lose(scene)
-        await scene.end(started.move_id)
+        record = await scene.end(started.move_id)
+        assert scene.host.incarnation not in record.error
         await scene.check(streams)
         await scene.bring_home()  # lost before it was connected to, it was connected to again
         await scene.until_nothing_is_left()

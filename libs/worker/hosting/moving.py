@@ -174,8 +174,9 @@ class Move:
         await self._pace.passed(num_bytes)
 
     def _fail(self, why: str) -> None:
-        """The first reason counts."""
+        """The first reason counts. People know hosts by their names, Links by incarnations."""
         if not self._progress.trouble:
+            why = why.replace(self.record.host, self.record.host_name) if self.record.host_name else why
             self._progress = replace(self._progress, trouble=why)
             self.record = replace(self.record, error=why)
 
