@@ -97,10 +97,10 @@ class HostLinks:
         if (host := self._links.get(calls.worker)) is not None and host.calls is calls:
             self._spawn("drop-host", host.close(why))
 
-    def drop(self, worker: str) -> None:
+    def drop(self, worker: str, why: str) -> None:
         """Cut the Link, if there is one; `host_lost` is not told of it. Who connects again gets a new one."""
         if (host := self._links.pop(worker, None)) is not None:
-            self._spawn("drop-host", host.close())
+            self._spawn("drop-host", host.close(why))
 
     async def _serve(self, host: HostLink) -> None:
         reason = await host.serve()

@@ -109,7 +109,7 @@ class Mover:
         self._has_let_go = True
         for worker in self._links.workers():
             log.info("host_let_go", host=worker, num_modules=len(self._at(worker)))
-            self._links.drop(worker)
+            self._links.drop(worker, "nothing of this instance runs any more")
         self._telling.changed()
 
     async def close(self) -> None:
@@ -210,8 +210,7 @@ class Mover:
                 await link.ping()
         except (TimeoutError, HostLost):
             if self._links.get(link.worker) is link:
-                self.host_lost(link.worker, "it left the mesh")
-                self._links.drop(link.worker)
+                self._give_up(link.worker, "it left the mesh")
 
     def host_leaving(self, worker: str) -> None:
         """It asks for its modules to be taken back."""
@@ -241,13 +240,16 @@ class Mover:
                 break
         self._leaving.discard(worker)
 
+    def _give_up(self, worker: str, why: str) -> None:
+        self.host_lost(worker, why)
+        self._links.drop(worker, why)
+
     def _give_up_if_idle(self, worker: str) -> None:
         """Of a host that leaves, whose modules cannot be brought home: where no sequence needs them, it need
         not wait until its drain is cut short."""
         is_idle = self._home.num_free_blocks == self._home.num_total_blocks
         if is_idle and not self.is_draining and self._links.get(worker) is not None:
-            self.host_lost(worker, "its modules could not be brought home before it left")
-            self._links.drop(worker)
+            self._give_up(worker, "its modules could not be brought home before it left")
 
     async def _idle(self) -> None:
         """No move is under way, and the caller may begin one at once: of several that waited, one did."""
@@ -350,7 +352,7 @@ class Mover:
         if self._move is not None:
             used.add(self._move.record.host)
         for worker in self._links.workers() - used:
-            self._links.drop(worker)
+            self._links.drop(worker, "no module is there")
 
     def _at(self, worker: str) -> list[Placed]:
         return [one for one in self._home.placement.placed if one.worker == worker]
