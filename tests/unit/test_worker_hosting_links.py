@@ -1,114 +1,23 @@
-"""Both ends of the Link between a home and a host: refusals, garbage, bounds and leases."""
+"""Both ends of the Link between a home and a host: refusals, garbage, weights and leases."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 
 import numpy as np
 import pytest
 import torch
-from kept_hosting import Kept
-from workers_reference import CONFIG
+from hosting_links_scene import SECONDS, Scene, open_one
 
 from libs.engine.errors import MoveRefused, NoRoom
-from libs.engine.hosting.calls import HostedCall, RunLayers, Settle, WriteBlocks
-from libs.engine.hosting.port import Answer, HostLost
+from libs.engine.hosting.port import HostLost
 from libs.model.layer import layer_bytes
 from libs.model.layer_weights import layer_tensors
-from libs.model.random_model import random_model
-from libs.placement.module import whole_layers
 from libs.transport.choose import make_transport
 from libs.transport.memory_transport import MemoryNetwork
-from libs.transport.port import Link, Transport
-from libs.worker.hosting import host_calls
-from libs.worker.hosting.call_links import CallLinks
 from libs.worker.hosting.frames import encode
 from libs.worker.hosting.host_calls import HostCalls
 from libs.worker.hosting.host_link import HostLink
-from libs.worker.hosting.incoming_weights import form_of
-from libs.worker.hosting.messages import Call, Leaving, Opened, Ping, Result, SettleCall, WeightPiece
-from libs.worker.hosting.server import HostingServer
-
-SECONDS = 5.0
-
-
-class Scene:
-    """One host that serves, and any number of homes."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.model = random_model(CONFIG, seed=7, dtype=dtype)
-        self.network, self.hosting = MemoryNetwork(), Kept()
-        self.far = make_transport("memory", "host", b"secret", network=self.network)
-        self.tasks: list[asyncio.Task[object]] = []
-        self.left: list[str] = []
-        self.call_links_made: list[CallLinks] = []
-        self.lost: list[str] = []
-        """Why Links for calls were."""
-        self.lease_seconds = SECONDS
-
-    async def open(self) -> None:
-        self.server = HostingServer(
-            await self.far.listen("here"),
-            self.hosting,
-            form_of(self.model),
-            self.spawn,
-            lambda: None,
-            fingerprint="same",
-            lease_seconds=self.lease_seconds,
-            send_timeout_seconds=SECONDS,
-        )
-        self.spawn("guests", self.server.run())
-        self.calls = self.call_links(self.far)
-        await self.calls.listen("there")
-        self.spawn("calls", self.calls.accept(self.hosting))
-
-    def call_links(self, transport: Transport, timeout_seconds: float = SECONDS) -> CallLinks:
-        links = CallLinks(
-            None,
-            lambda: transport,
-            wake=lambda: None,
-            timeout_seconds=timeout_seconds,
-            on_call_done=lambda seconds: None,
-            on_hosted_call_done=lambda seconds: None,
-        )
-        self.call_links_made.append(links)
-        return links
-
-    def spawn(self, name: str, work: Awaitable[None]) -> "asyncio.Task[None]":
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[arg-type]  # always coroutines
-        self.tasks.append(task)
-        return task
-
-    def near(self, home: str) -> Transport:
-        return make_transport("memory", home, b"secret", network=self.network)
-
-    async def connect(self, home: str = "home") -> Link:
-        return await self.near(home).connect(self.server.address, timeout_seconds=SECONDS)
-
-    async def home(self, name: str = "home", *, timeout_seconds: float = SECONDS, **facts: str) -> HostLink:
-        links = self.call_links(self.near(name), timeout_seconds)
-        host = HostLink(
-            await self.connect(name),
-            await links.connect("host", self.calls.address, lambda calls, why: self.lost.append(why)),
-            fingerprint=facts.get("fingerprint", "same"),
-            on_leaving=lambda: self.left.append(name),
-            timeout_seconds=timeout_seconds,
-            ping_seconds=0.02,
-        )
-        self.spawn("host", host.serve())
-        return host
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(SECONDS):
-            while not condition():  # noqa: ASYNC110 - a Link's two ends have no common event
-                await asyncio.sleep(0.001)
-
-    async def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        for links in self.call_links_made:
-            await links.close()
-        await self.far.close()
+from libs.worker.hosting.messages import Call, Leaving, Opened, Ping, SettleCall, WeightPiece
 
 
 @pytest.fixture
@@ -117,16 +26,6 @@ async def scene(request: pytest.FixtureRequest) -> AsyncGenerator[Scene]:
     await scene.open()
     yield scene
     await scene.close()
-
-
-async def open_one(host: HostLink, move_id: str = "m", has_weights: bool = False) -> int:
-    return await host.open(
-        move_id,
-        whole_layers(0, 2),
-        num_blocks_wanted=9,
-        num_blocks_least=3,
-        has_weights=has_weights,
-    )
 
 
 def whole(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -217,35 +116,6 @@ async def test_garbage_ends_its_own_link_and_no_other(
     assert list(scene.hosting.modules) == [("good", "m")]
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        (b"nonsense", np.zeros(3, dtype=np.uint8)),
-        encode(Ping()),
-        encode(Call(call_id=0, facts=SettleCall())),
-        encode(Call(call_id=1, facts=SettleCall()), [torch.ones(1)]),
-        encode(Result(call_id=1), [torch.ones(1)]),
-    ],
-)
-async def test_garbage_among_calls_ends_their_own_link_and_no_other(
-    scene: Scene, frame: tuple[bytes, "np.ndarray[tuple[int], np.dtype[np.uint8]]"]
-) -> None:
-    good = await scene.home("good")
-    await open_one(good)
-    bad = await scene.near("bad").connect(scene.calls.address, timeout_seconds=SECONDS)
-    await bad.send(*frame, timeout_seconds=SECONDS)
-    await scene.until(lambda: not bad.is_open)
-    await good.settle()
-    assert scene.hosting.modules == {("good", "m"): None}
-
-
-async def test_a_second_link_for_calls_ends_the_first(scene: Scene) -> None:
-    first = await scene.home()
-    second = await scene.home()
-    await scene.until(lambda: first.calls.lost is not None)
-    await second.settle()
-
-
 async def test_a_guest_whose_link_ends_has_nothing_left(scene: Scene) -> None:
     host = await scene.home()
     await open_one(host)
@@ -327,58 +197,6 @@ async def test_a_host_that_never_answers_an_ask_is_given_up(scene: Scene) -> Non
         await host.settle()
 
 
-async def test_a_result_changes_no_more_when_its_frame_is_gone(scene: Scene) -> None:
-    def echo(call: HostedCall, answer: Answer) -> None:
-        answer.give(call.hidden if isinstance(call, RunLayers) else torch.empty(0))
-
-    scene.hosting.answerer = echo
-    host = await scene.home()
-    sent = [torch.full((40, 8), float(n)) for n in range(20)]
-    answers = [host.call(RunLayers("m", one)) for one in sent]
-    await scene.until(lambda: all(one.is_done for one in answers))
-    assert all(torch.equal(one.result(), hidden) for one, hidden in zip(answers, sent, strict=True))
-
-
-async def test_calls_to_a_host_that_takes_nothing_in_are_done_when_there_is_room_again(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_calls, "MAX_UNSENT_BYTES", 1000)
-    host = await scene.home()
-    await host.settle()
-    scene.network.freeze()
-    blocks = WriteBlocks("m", None, np.zeros(1, dtype=np.int64), torch.zeros(1000))
-    answers = [host.call(blocks)]
-    while answers[-1].is_done and len(answers) < 200:
-        await asyncio.sleep(0)
-        answers.append(host.call(blocks))
-    assert not answers[-1].is_done
-    scene.network.thaw()
-    await scene.until(lambda: answers[-1].is_done)
-    await host.settle()
-    assert sum(isinstance(call, WriteBlocks) for call in scene.hosting.calls) == len(answers)
-
-
-async def test_a_caller_that_waits_for_room_is_let_go_when_the_link_ends(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_calls, "MAX_UNSENT_BYTES", 1000)
-    host = await scene.home(timeout_seconds=0.5)
-    await host.settle()
-    scene.network.freeze()
-    blocks = WriteBlocks("m", None, np.zeros(1, dtype=np.int64), torch.zeros(1000))
-    answer = host.call(blocks)
-    for _ in range(300):  # more than a Link takes without a frame given back
-        await asyncio.sleep(0)
-        if answer.is_done:
-            answer = host.call(blocks)
-    assert not answer.is_done
-    await scene.until(lambda: host.calls.lost)
-    for late in (answer, host.call(blocks)):
-        with pytest.raises(HostLost):
-            late.result()
-    scene.network.thaw()
-
-
 async def test_a_module_that_is_closed_before_its_layer_is_built_harms_nobody(scene: Scene) -> None:
     host = await scene.home()
     await open_one(host, has_weights=True)
@@ -391,25 +209,3 @@ async def test_a_module_that_is_closed_before_its_layer_is_built_harms_nobody(sc
     await asyncio.gather(*asked, closing)
     assert not scene.hosting.modules
     assert await open_one(host, "n") == 9
-
-
-async def test_a_frame_is_given_back_when_its_blocks_are_written(scene: Scene) -> None:
-    written: list[Answer] = []
-
-    def keep(call: HostedCall, answer: Answer) -> None:
-        if isinstance(call, Settle):
-            answer.give(torch.empty(0))
-        else:
-            written.append(answer)
-
-    scene.hosting.answerer = keep
-    host = await scene.home()
-    for _ in range(64):  # all that a Link takes without a frame given back
-        host.call(WriteBlocks("m", None, np.zeros(1, dtype=np.int64), torch.zeros(10)))
-    await scene.until(lambda: len(written) == 64)
-    settling = asyncio.ensure_future(host.settle())
-    done, _ = await asyncio.wait({settling}, timeout=0.05)
-    assert not done
-    for answer in written:
-        answer.give(torch.empty(0))
-    await settling
