@@ -91,8 +91,9 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         num_threads: int | None,
     ) -> None:
-        self._own_loop = ThreadLoop()
-        self.mailbox = Mailbox[Command](self._own_loop)
+        self.own_loop = ThreadLoop()
+        """Turned by this thread, and closed at its end."""
+        self.mailbox = Mailbox[Command](self.own_loop)
         self.meter = Meter()
         self.load = WorkerLoad()
         self._open_core = open_core
@@ -128,11 +129,6 @@ class EngineThread:
     def posted(self) -> None:
         """The loop has taken one post."""
         self._room.release()
-
-    @property
-    def own_loop(self) -> ThreadLoop:
-        """The one that this thread turns, and closes at its end."""
-        return self._own_loop
 
     def wake(self) -> None:
         """An answer has come; from any thread."""
@@ -195,7 +191,7 @@ class EngineThread:
                 core.hosted.end(detail)
             self._refuse_commands(last, end.death)
             self._post(last)
-            self._own_loop.close()
+            self.own_loop.close()
         finally:
             self._refuse_commands(end, end.death)
             self._post(end)
@@ -302,9 +298,9 @@ class EngineThread:
     def _turn(self, core: EngineCore) -> None:
         """Guests' calls come in, at once where there are guests."""
         if core.hosted.hosted():
-            self._own_loop.turn()
+            self.own_loop.turn()
         else:
-            self._own_loop.turn_if_due()
+            self.own_loop.turn_if_due()
 
     def _between_layers(self) -> None:
         self._is_between_layers = True

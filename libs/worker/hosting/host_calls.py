@@ -86,14 +86,16 @@ class HostCalls:
             raise HostLost(self.worker, f"it did not answer within {self._timeout_seconds} s") from None
         answer.result()
 
-    def lose(self, reason: str) -> None:
-        """Fails what waits, and all later calls. From any thread; only the first reason counts."""
+    def lose(self, reason: str) -> HostLost:
+        """Fails what waits, and all later calls, with what is returned: the first reason counts. From any
+        thread."""
         with self._lock:
             self._lost = lost = self._lost or HostLost(self.worker, reason)
             answers, self._answers = self._answers, {}
         self._outgoing.close()
         for answer, _ in answers.values():
             answer.fail(lost)
+        return lost
 
     async def close(self) -> None:
         """On the Link's loop. Idempotent."""
@@ -118,12 +120,10 @@ class HostCalls:
                 call_id = next(self._ids)
                 self._answers[call_id] = answer, time.perf_counter()
         if not self._outgoing.put(Call(call_id=call_id, facts=facts), tensors):
-            self.lose("nothing can be sent to it any more")
-            answer.fail(HostLost(self.worker, "nothing can be sent to it any more"))
+            answer.fail(self.lose("nothing can be sent to it any more"))
 
     def _link_lost(self, error: LinkLost) -> None:
-        self.lose(str(error))
-        self._on_lost(self, str(error) if self._lost is None else self._lost.why)
+        self._on_lost(self, self.lose(str(error)).why)
 
     def _take(self, frame: Received) -> None:
         try:
