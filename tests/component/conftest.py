@@ -6,9 +6,9 @@ import pytest
 from gateway_coordinator import Coordinator
 from gateway_mesh import Mesh, running_gateway
 from gateway_moves import ADMIN_KEY
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.kv import layer_groups
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from balancing_plant import MEMORY_BYTES, NUM_BLOCKS, SHAPE
 from hosted import Hosted
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.migration import (
     AbandonMove,
     DenialReason,

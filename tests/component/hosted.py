@@ -4,9 +4,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from memory_bus import MemoryBus
 from prometheus_client import CollectorRegistry
 
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.presence import Presence, ServiceState
 from libs.runtime.identity import Identity
 from libs.runtime.life import Stop

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from memory_bus import MemoryBus
 from workers_gateway import Stream
 from workers_mesh import Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 from workers_reference import Reference
 
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.migration import (
     AbandonMove,
     MoveAccepted,

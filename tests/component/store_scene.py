@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 from hosted import Hosted
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 from numpy.typing import NDArray
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.kv_events import KvEvents
 from libs.bus.messages.presence import ServiceKind
 from libs.bus.messages.store import FindPrefix, PrefixHeld

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 from gateway_mesh import MODEL, Mesh, Worker, running_gateway, say, say_part, stay_silent, words
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.generation import TokenDelta
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
 from libs.request.generation import Generation, num_tokens

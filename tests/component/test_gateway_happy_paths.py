@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from gateway_mesh import MODEL, Mesh, running_gateway, say, tokenizer, words
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.request.generation import unpack_token_ids
 from libs.request.outcome import FinishReason
 from services.gateway.tenants import NOBODY, salt_of

@@ -11,10 +11,10 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 from gateway_mesh import Mesh, running_gateway
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 from prometheus_client import CollectorRegistry
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
 from libs.runtime.http_server import HttpServer
 from services.gateway.errors import Overloaded, Unavailable

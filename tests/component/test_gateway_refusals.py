@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from gateway_mesh import MODEL, Mesh, running_gateway, stay_silent
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.generation import Refused, TokenDelta
 from libs.request.generation import Generation
 from libs.request.outcome import FailureReason, RefusalReason

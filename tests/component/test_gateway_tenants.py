@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 from gateway_mesh import BLOCK_SIZE, FINGERPRINT, MODEL, Mesh, Worker, running_gateway
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.generation import TokenDelta
 from libs.kv.names import block_names, split_names
 from libs.request.generation import Generation, unpack_token_ids

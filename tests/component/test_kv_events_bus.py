@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 from prometheus_client import CollectorRegistry
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.kv_events import KvEvents, Tier
 from libs.bus.messages.presence import ServiceKind
 from libs.kv_events.metrics import watch_publisher

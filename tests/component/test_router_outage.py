@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.generation import Place, Placed, Refused
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.request.outcome import RefusalReason

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_bus import MemoryBroker, MemoryBus
 from libs.bus.messages.presence import LoadReport, ServiceKind, ServiceState, WorkerLoad
 from libs.config.errors import SettingsError
 from libs.runtime.heartbeat import HEARTBEAT_SECONDS, LOAD_REPORT_SECONDS, MIN_LOAD_GAP_SECONDS

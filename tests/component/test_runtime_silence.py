@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.runtime.heartbeat import HEARTBEAT_SECONDS
 from libs.runtime.roster import EXPIRY_SECONDS, Roster, RosterChange, watch_roster

@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from libs.bus.memory_bus import MemoryBroker, MemoryBus
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
+
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.bus.nats_server import NatsServer
 from libs.runtime.identity import new_identity

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_bus import MemoryBroker, MemoryBus
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.bus.port import PresenceEntry
 from libs.runtime.roster import EXPIRY_SECONDS

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from memory_bus import MemoryBus
 from store_prompts import RUN_TOKENS, Computed, names_of, prompt_on
 from tampered_links import tampering
 from workers_mesh import BLOCK_SIZE, WorkersMesh, prompt_of, running_mesh
 
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.kv_events import KvEvents, KvSnapshot, Stored, Tier
 from libs.kv import layer_groups
 from libs.kv.names import split_names

@@ -5,10 +5,10 @@ import sys
 from collections.abc import AsyncIterator
 
 import pytest
+from memory_bus import MemoryBus
 from moves_scene import MovesScene
 from workers_mesh import Hosted, WorkersMesh, prompt_of, running_mesh
 
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.migration import DenialReason, FlipRole, MoveAccepted, MoveDenied
 from libs.bus.messages.presence import ServiceState
 from libs.bus.port import NoResponders

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from memory_bus import MemoryBus
 from store_prompts import RUN_TOKENS, Computed, names_of, prompt_on
 from tampered_links import tampering
 from workers_mesh import BLOCK_SIZE, Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.bus.messages.store import FindPrefix, PrefixHeld
 from libs.cost.fetch import FetchCost

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.generation import (
     Abort,
     Place,

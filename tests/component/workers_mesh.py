@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from hosted import Hosted
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 from workers_gateway import Gateway
 from workers_reference import BLOCK_SIZE, prompt_of, tiny_model
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.generation import TokenFrame
 from libs.bus.messages.presence import ServiceKind
 from libs.model.model import Model

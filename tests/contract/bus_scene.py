@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import ClassVar, Protocol, TypeVar
 
 import msgspec
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_bus import MemoryBroker, MemoryBus
 from libs.bus.nats_bus import NatsBus
 from libs.bus.nats_server import NatsServer
 from libs.bus.port import (

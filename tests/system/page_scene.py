@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from gateway_coordinator import Coordinator
 from gateway_mesh import Mesh, running_gateway
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
 from libs.bus.port import Message
 

@@ -2,9 +2,9 @@ import asyncio
 
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.generation import TokenDelta, TokenFrame
 from libs.worker.outbox import MAX_FRAME_DELTAS, TokenOutbox
 from libs.worker.recent_requests import MAX_KEPT, RecentRequests

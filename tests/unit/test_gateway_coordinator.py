@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from gateway_coordinator import Coordinator, seen
+from memory_broker import MemoryBroker
+from memory_bus import MemoryBus
 
-from libs.bus.memory_broker import MemoryBroker
-from libs.bus.memory_bus import MemoryBus
 from libs.bus.messages.migration import CancelMove, ListMoves, MoveAccepted, Moves
 from libs.bus.port import (
     BusError,

@@ -1,11 +1,12 @@
-"""The bus without a broker, for tests: several buses on one `MemoryBroker` hear each other."""
+"""The bus without a broker: several buses on one `MemoryBroker` hear each other."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from libs.bus.memory_broker import MemoryBroker, MemoryConnection, MemorySubscription
+from memory_broker import MemoryBroker, MemoryConnection, MemorySubscription
+
 from libs.bus.port import BusError, NoResponders, NotConnected, PresenceEntry
 from libs.bus.presence_watch import PresenceWatch
 from libs.bus.typed_bus import TypedBus

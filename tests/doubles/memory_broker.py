@@ -1,4 +1,4 @@
-"""A broker inside the process, with the limits of a real one. The other end of `libs.bus.memory_bus`."""
+"""A broker inside the process, with the limits of a real one. The other end of `memory_bus`."""
 
 import asyncio
 import itertools
