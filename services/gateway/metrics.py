@@ -5,7 +5,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from libs.telemetry.metrics import SECONDS_BUCKETS, TOKEN_SECONDS_BUCKETS
-from services.gateway.session import Finished, Session
+from services.gateway.generation.session import Finished, Session
 
 
 class GatewayMetrics:

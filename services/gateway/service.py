@@ -16,28 +16,26 @@ from libs.request.outcome import FailureReason
 from libs.runtime.http_server import HttpServer
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
-from services.gateway.answering import AnsweringRules
-from services.gateway.app import build_app
-from services.gateway.coordinator import LoopWatch
-from services.gateway.dispatch import Dispatch
-from services.gateway.gate import Gate
-from services.gateway.generation_api import GenerationApi, GenerationRules
-from services.gateway.http_protocol import ApiHttpProtocol
-from services.gateway.language import load_language
-from services.gateway.live_sessions import LiveSessions
-from services.gateway.mesh_feed import MeshFeed
-from services.gateway.mesh_page import MeshPage
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.migrations_api import MigrationsApi
-from services.gateway.model_card import ServedModel, default_name
-from services.gateway.operations_api import OperationsApi, Readiness
-from services.gateway.placement_view import move_document, names_of, placement_document
-from services.gateway.placements import Placements
-from services.gateway.prompt_names import layout_of
-from services.gateway.readmission import Limits
-from services.gateway.session import Failed
-from services.gateway.settings import GatewaySettings
-from services.gateway.view import (
+from services.gateway.api.app import build_app
+from services.gateway.api.gate import Gate
+from services.gateway.api.http_protocol import ApiHttpProtocol
+from services.gateway.api.operations import OperationsApi, Readiness
+from services.gateway.generation.answering import AnsweringRules
+from services.gateway.generation.dispatch import Dispatch
+from services.gateway.generation.generation_api import GenerationApi, GenerationRules
+from services.gateway.generation.language import load_language
+from services.gateway.generation.live_sessions import LiveSessions
+from services.gateway.generation.model_card import ServedModel, default_name
+from services.gateway.generation.prompt_names import layout_of
+from services.gateway.generation.readmission import Limits
+from services.gateway.generation.session import Failed
+from services.gateway.mesh.coordinator import LoopWatch
+from services.gateway.mesh.mesh_feed import MeshFeed
+from services.gateway.mesh.mesh_page import MeshPage
+from services.gateway.mesh.migrations_api import MigrationsApi
+from services.gateway.mesh.placement_view import move_document, names_of, placement_document
+from services.gateway.mesh.placements import Placements
+from services.gateway.mesh.view import (
     Loads,
     instances,
     mesh_status,
@@ -46,6 +44,8 @@ from services.gateway.view import (
     serving,
     shortest_context,
 )
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings
 
 SHOWN_MOVES = 16
 """In each snapshot of the mesh; GET /v1/mesh/migrations has them all."""

@@ -10,7 +10,7 @@ from memory_bus import MemoryBus
 
 from libs.request.generation import unpack_token_ids
 from libs.request.outcome import FinishReason
-from services.gateway.tenants import NOBODY, salt_of
+from services.gateway.api.tenants import NOBODY, salt_of
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
 from libs.runtime.http_server import HttpServer
-from services.gateway.errors import Overloaded, Unavailable
-from services.gateway.mesh_feed import MeshFeed
-from services.gateway.mesh_page import MeshEvents
+from services.gateway.api.errors import Overloaded, Unavailable
+from services.gateway.mesh.mesh_feed import MeshFeed
+from services.gateway.mesh.mesh_page import MeshEvents
 from services.gateway.metrics import GatewayMetrics
 
 KEY = "sk-one"

@@ -23,7 +23,7 @@ from services.cli.gateway import GatewayError
 from services.cli.letters import Letters
 from services.cli.migrate import follow_move, progress_words, start_move
 from services.cli.placement import show_placement
-from services.gateway.placement_view import move_document
+from services.gateway.mesh.placement_view import move_document
 
 
 def asked(*words: str) -> dict[str, Any]:

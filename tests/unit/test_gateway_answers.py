@@ -8,11 +8,11 @@ import pytest
 
 from libs.request.outcome import FinishReason
 from libs.request.sampling import TokenLogprobs
-from services.gateway.answer import Choice, PromptTokensDetails, Usage
-from services.gateway.chat_answer import ChatWording
-from services.gateway.completion_answer import CompletionWording
-from services.gateway.openapi import openapi_document
-from services.gateway.sequence_text import Piece, ShownToken
+from services.gateway.api.openapi import openapi_document
+from services.gateway.generation.answer import Choice, PromptTokensDetails, Usage
+from services.gateway.generation.chat_answer import ChatWording
+from services.gateway.generation.completion_answer import CompletionWording
+from services.gateway.generation.sequence_text import Piece, ShownToken
 
 USAGE = Usage(3, 2, 5, PromptTokensDetails(1))
 

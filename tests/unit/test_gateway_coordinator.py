@@ -20,8 +20,8 @@ from libs.bus.port import (
     RequestTimedOut,
     Undecodable,
 )
-from services.gateway.coordinator import ANSWER_TIMEOUT_SECONDS, LOOK_SECONDS, LoopWatch, ask_coordinator
-from services.gateway.errors import ApiError
+from services.gateway.api.errors import ApiError
+from services.gateway.mesh.coordinator import ANSWER_TIMEOUT_SECONDS, LOOK_SECONDS, LoopWatch, ask_coordinator
 
 Virtually = Callable[[Coroutine[Any, Any, Any]], Any]
 

@@ -6,10 +6,10 @@ from prometheus_client import CollectorRegistry
 from libs.bus.messages.generation import TokenDelta, TokenFrame
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.request.sampling import SamplingParams
-from services.gateway.live_sessions import LiveSessions
+from services.gateway.generation.live_sessions import LiveSessions
+from services.gateway.generation.sequence_text import SequenceText
+from services.gateway.generation.session import Attempt, Session, Times
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.sequence_text import SequenceText
-from services.gateway.session import Attempt, Session, Times
 
 
 class Letters:

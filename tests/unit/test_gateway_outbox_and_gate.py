@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from services.gateway.errors import Failed, Overloaded, Unavailable
-from services.gateway.gate import Gate
-from services.gateway.outbox import Outbox
+from services.gateway.api.errors import Failed, Overloaded, Unavailable
+from services.gateway.api.gate import Gate
+from services.gateway.generation.outbox import Outbox
 
 
 async def test_what_waits_is_taken_together() -> None:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.body import decode_json
-from services.gateway.errors import ApiError, BadRequest, ContextTooLong
-from services.gateway.language import prompts_of
-from services.gateway.parameters import (
+from services.gateway.api.body import decode_json
+from services.gateway.api.errors import ApiError, BadRequest, ContextTooLong
+from services.gateway.generation.language import prompts_of
+from services.gateway.generation.parameters import (
     check_chat,
     check_completion,
     message_texts,
@@ -18,7 +18,7 @@ from services.gateway.parameters import (
     sampling_params,
     stop_strings,
 )
-from services.gateway.request_fields import ChatRequest, CompletionRequest
+from services.gateway.generation.request_fields import ChatRequest, CompletionRequest
 
 chat_decoder = msgspec.json.Decoder(ChatRequest)
 completion_decoder = msgspec.json.Decoder(CompletionRequest)

@@ -27,12 +27,12 @@ from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.placement.module import heads_of, lent_blocks, whole_layers
 from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import BadPlacement, Placement, all_home
-from services.gateway.admin import AdminKey, is_admin_call
-from services.gateway.errors import BadRequest, Forbidden, Unauthorized
-from services.gateway.migration_fields import MigrationRequest, check_shape, plan_of
-from services.gateway.placement_view import module_words, move_document, placement_document
-from services.gateway.placements import MAX_MOVES, Placements
-from services.gateway.view import Loads
+from services.gateway.api.admin import AdminKey, is_admin_call
+from services.gateway.api.errors import BadRequest, Forbidden, Unauthorized
+from services.gateway.mesh.migration_fields import MigrationRequest, check_shape, plan_of
+from services.gateway.mesh.placement_view import module_words, move_document, placement_document
+from services.gateway.mesh.placements import MAX_MOVES, Placements
+from services.gateway.mesh.view import Loads
 
 
 def test_what_is_told_again_is_no_news_and_a_change_is() -> None:

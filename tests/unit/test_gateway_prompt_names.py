@@ -6,8 +6,8 @@ import pytest
 
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.kv.names import block_names
-from services.gateway import prompt_names as module
-from services.gateway.prompt_names import BlockLayout, layout_of, parse_layout, prompt_names
+from services.gateway.generation import prompt_names as module
+from services.gateway.generation.prompt_names import BlockLayout, layout_of, parse_layout, prompt_names
 
 
 def worker(

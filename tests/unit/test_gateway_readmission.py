@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from libs.bus.messages.generation import Refused
 from libs.request.outcome import RETRYABLE, FailureReason, RefusalReason
-from services.gateway.readmission import (
+from services.gateway.generation.readmission import (
     ROUTER,
     Again,
     History,
@@ -16,7 +16,7 @@ from services.gateway.readmission import (
     Unreachable,
     next_step,
 )
-from services.gateway.session import Failed, Interruption
+from services.gateway.generation.session import Failed, Interruption
 
 workers = st.sampled_from(["a", "b", "c"])
 refusals = st.builds(Refused, reason=st.sampled_from(RefusalReason))

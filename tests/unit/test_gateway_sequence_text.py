@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.request.sampling import TokenLogprobs
-from services.gateway.sequence_text import Piece, SequenceText, ShownToken
+from services.gateway.generation.sequence_text import Piece, SequenceText, ShownToken
 
 
 class ByteDetokenizer:

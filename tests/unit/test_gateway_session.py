@@ -10,8 +10,8 @@ from libs.bus.messages.generation import TokenDelta
 from libs.request.generation import num_tokens, unpack_token_ids
 from libs.request.outcome import FailureReason, FinishReason
 from libs.request.sampling import SamplingParams
-from services.gateway.sequence_text import Piece, SequenceText
-from services.gateway.session import Failed, Finished, Interruption, Session, Times
+from services.gateway.generation.sequence_text import Piece, SequenceText
+from services.gateway.generation.session import Failed, Finished, Interruption, Session, Times
 
 
 class Letters:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.tenants import NOBODY, Tenants, salt_of, session_of, tenant_of
+from services.gateway.api.tenants import NOBODY, Tenants, salt_of, session_of, tenant_of
 
 TEXT = st.text(max_size=20)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, TierLoad, WorkerLoad
-from services.gateway.view import (
+from services.gateway.mesh.view import (
     Loads,
     instances,
     mesh_status,

@@ -4,7 +4,7 @@ import hmac
 
 from starlette.requests import Request
 
-from services.gateway.errors import Forbidden, Unauthorized
+from services.gateway.api.errors import Forbidden, Unauthorized
 
 MIGRATIONS_PATH = "/v1/mesh/migrations"
 _MUTATING = frozenset({"POST", "DELETE"})

@@ -11,14 +11,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.admin import AdminKey, is_admin_call
-from services.gateway.errors import ApiError, Failed, NotFound, Unauthorized, encode_error
-from services.gateway.generation_api import GenerationApi
-from services.gateway.mesh_page import PAGE_PATHS, MeshPage
+from services.gateway.api.admin import AdminKey, is_admin_call
+from services.gateway.api.errors import ApiError, Failed, NotFound, Unauthorized, encode_error
+from services.gateway.api.operations import OperationsApi
+from services.gateway.api.tenants import NOBODY, SCOPE_KEY, Tenant, Tenants
+from services.gateway.generation.generation_api import GenerationApi
+from services.gateway.mesh.mesh_page import PAGE_PATHS, MeshPage
+from services.gateway.mesh.migrations_api import MigrationsApi
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.migrations_api import MigrationsApi
-from services.gateway.operations_api import OperationsApi
-from services.gateway.tenants import NOBODY, SCOPE_KEY, Tenant, Tenants
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/openapi.json"}) | PAGE_PATHS
 """Asked without a key: by load balancers, orchestrators, Prometheus, people."""

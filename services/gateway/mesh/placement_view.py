@@ -10,8 +10,8 @@ from libs.bus.messages.presence import Presence, WorkerLoad
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import is_over
 from libs.placement.placement import Placed, Placement
-from services.gateway.placements import HeardPlacement, Placements
-from services.gateway.view import WORKERS, Loads
+from services.gateway.mesh.placements import HeardPlacement, Placements
+from services.gateway.mesh.view import WORKERS, Loads
 
 Names = Mapping[str, str]
 """Workers' names by incarnation."""

@@ -7,8 +7,8 @@ import structlog
 from libs.bus.messages.generation import TokenDelta, TokenFrame
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
 from libs.request.outcome import FailureReason
+from services.gateway.generation.session import Attempt, Failed, Interruption, Session
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.session import Attempt, Failed, Interruption, Session
 
 MAX_STRAYS = 10_000
 IDLE_REPORTS_BEFORE_LOST = 4

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from libs.bus.messages.generation import Refused
 from libs.request.outcome import RETRYABLE, RefusalReason
-from services.gateway.session import Failed, Interruption, Outcome
+from services.gateway.generation.session import Failed, Interruption, Outcome
 
 ROUTER = ""
 """Stands for the router where a worker's incarnation would stand."""

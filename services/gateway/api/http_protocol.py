@@ -4,7 +4,7 @@ from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.gateway.errors import BadRequest, encode_error
+from services.gateway.api.errors import BadRequest, encode_error
 
 
 class ApiHttpProtocol(HttpToolsProtocol):

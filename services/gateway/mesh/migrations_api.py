@@ -21,14 +21,14 @@ from libs.bus.messages.presence import Presence, ServiceState
 from libs.bus.port import Bus
 from libs.placement.phases import is_over
 from libs.runtime.roster import Roster
-from services.gateway.admin import MIGRATIONS_PATH
-from services.gateway.body import read_json
-from services.gateway.coordinator import RETRY_SECONDS, ask_coordinator, no_answer_error
-from services.gateway.errors import ApiError, BadRequest, Conflict, DeadlineOver, NotFound, Unavailable
-from services.gateway.migration_fields import MigrationRequest, check_shape, module_param, plan_of
-from services.gateway.placement_view import move_document, names_of, placement_document
-from services.gateway.placements import Placements
-from services.gateway.view import WORKERS, Loads
+from services.gateway.api.admin import MIGRATIONS_PATH
+from services.gateway.api.body import read_json
+from services.gateway.api.errors import ApiError, BadRequest, Conflict, DeadlineOver, NotFound, Unavailable
+from services.gateway.mesh.coordinator import RETRY_SECONDS, ask_coordinator, no_answer_error
+from services.gateway.mesh.migration_fields import MigrationRequest, check_shape, module_param, plan_of
+from services.gateway.mesh.placement_view import move_document, names_of, placement_document
+from services.gateway.mesh.placements import Placements
+from services.gateway.mesh.view import WORKERS, Loads
 
 DEFAULT_ROUNDS, MAX_ROUNDS = 20, 200
 

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from libs.bus.messages.migration import PlanMove
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
-from services.gateway.errors import BadRequest
+from services.gateway.api.errors import BadRequest
 
 MAX_LAYERS, MAX_HEADS = 10_000, 1_000
 MAX_BLOCKS, MAX_EPOCH = 10**9, 2**53

@@ -6,8 +6,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from libs.request.outcome import FinishReason
-from services.gateway.answer import Choice, TokenBytes, Usage, chosen_logprob, shown_bytes, top_tokens
-from services.gateway.sequence_text import Piece, ShownToken
+from services.gateway.generation.answer import (
+    Choice,
+    TokenBytes,
+    Usage,
+    chosen_logprob,
+    shown_bytes,
+    top_tokens,
+)
+from services.gateway.generation.sequence_text import Piece, ShownToken
 
 _encode = msgspec.json.Encoder().encode
 

@@ -25,9 +25,8 @@ from libs.bus.port import (
     Overloaded as BusOverloaded,
 )
 from libs.request.outcome import FailureReason, RefusalReason
-from services.gateway.live_sessions import LiveSessions
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.readmission import (
+from services.gateway.generation.live_sessions import LiveSessions
+from services.gateway.generation.readmission import (
     ROUTER,
     Again,
     History,
@@ -37,7 +36,8 @@ from services.gateway.readmission import (
     Unreachable,
     next_step,
 )
-from services.gateway.session import Attempt, Failed, Outcome, Session
+from services.gateway.generation.session import Attempt, Failed, Outcome, Session
+from services.gateway.metrics import GatewayMetrics
 
 Answer = TypeVar("Answer")
 

@@ -11,18 +11,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from libs.telemetry.traces import Span, start_span
-from services.gateway.answer import Wording
-from services.gateway.answering import Answering, AnsweringRules
-from services.gateway.body import read_json
-from services.gateway.chat_answer import ChatWording
-from services.gateway.completion_answer import CompletionWording
-from services.gateway.dispatch import Dispatch
-from services.gateway.errors import BadRequest
-from services.gateway.gate import Gate
-from services.gateway.language import Language
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.model_card import ServedModel
-from services.gateway.parameters import (
+from services.gateway.api.body import read_json
+from services.gateway.api.errors import BadRequest
+from services.gateway.api.gate import Gate
+from services.gateway.api.tenants import NOBODY, SCOPE_KEY, Tenant, salt_of, session_of
+from services.gateway.api.together import ClientGone
+from services.gateway.generation.answer import Wording
+from services.gateway.generation.answering import Answering, AnsweringRules
+from services.gateway.generation.chat_answer import ChatWording
+from services.gateway.generation.completion_answer import CompletionWording
+from services.gateway.generation.dispatch import Dispatch
+from services.gateway.generation.language import Language
+from services.gateway.generation.model_card import ServedModel
+from services.gateway.generation.parameters import (
     DEFAULT_COMPLETION_TOKENS,
     NUM_SEEDS,
     check_chat,
@@ -33,12 +34,11 @@ from services.gateway.parameters import (
     sampling_params,
     stop_strings,
 )
-from services.gateway.prompt_names import prompt_names
-from services.gateway.request_fields import ChatRequest, CompletionRequest, GenerationFields
-from services.gateway.sequence_text import SequenceText
-from services.gateway.session import Session, Times
-from services.gateway.tenants import NOBODY, SCOPE_KEY, Tenant, salt_of, session_of
-from services.gateway.together import ClientGone
+from services.gateway.generation.prompt_names import prompt_names
+from services.gateway.generation.request_fields import ChatRequest, CompletionRequest, GenerationFields
+from services.gateway.generation.sequence_text import SequenceText
+from services.gateway.generation.session import Session, Times
+from services.gateway.metrics import GatewayMetrics
 
 SESSION_HEADER = "x-session-id"
 MAX_SEQUENCES = 256

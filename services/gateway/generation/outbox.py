@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.gateway.errors import ApiError
+from services.gateway.api.errors import ApiError
 
 
 class SlowClient(ApiError):

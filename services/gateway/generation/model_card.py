@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.gateway.errors import NotFound, Unavailable
-from services.gateway.language import Language
-from services.gateway.prompt_names import BlockLayout
+from services.gateway.api.errors import NotFound, Unavailable
+from services.gateway.generation.language import Language
+from services.gateway.generation.prompt_names import BlockLayout
 
 
 class ServedModel:

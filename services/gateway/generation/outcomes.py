@@ -2,9 +2,9 @@
 
 from libs.bus.messages.generation import Refused
 from libs.request.outcome import FailureReason, RefusalReason
-from services.gateway.errors import ApiError, ContextTooLong, DeadlineOver, Overloaded, Unavailable
-from services.gateway.errors import Failed as InternalFailure
-from services.gateway.session import Failed
+from services.gateway.api.errors import ApiError, ContextTooLong, DeadlineOver, Overloaded, Unavailable
+from services.gateway.api.errors import Failed as InternalFailure
+from services.gateway.generation.session import Failed
 
 
 def error_of(outcome: Refused | Failed) -> ApiError:

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from libs.request.outcome import FinishReason
-from services.gateway.sequence_text import Piece, ShownToken
+from services.gateway.generation.sequence_text import Piece, ShownToken
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""

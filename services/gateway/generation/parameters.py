@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from libs.request.sampling import SamplingParams
-from services.gateway.errors import BadRequest, ContextTooLong
-from services.gateway.request_fields import (
+from services.gateway.api.errors import BadRequest, ContextTooLong
+from services.gateway.generation.request_fields import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,

@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from libs.telemetry.metrics import exposition
-from services.gateway.body import read_json
-from services.gateway.errors import BadRequest
-from services.gateway.language import Language
-from services.gateway.model_card import ServedModel
-from services.gateway.openapi import openapi_document
-from services.gateway.parameters import check_token_ids, message_texts
-from services.gateway.request_fields import DetokenizeRequest, TokenizeRequest
+from services.gateway.api.body import read_json
+from services.gateway.api.errors import BadRequest
+from services.gateway.api.openapi import openapi_document
+from services.gateway.generation.language import Language
+from services.gateway.generation.model_card import ServedModel
+from services.gateway.generation.parameters import check_token_ids, message_texts
+from services.gateway.generation.request_fields import DetokenizeRequest, TokenizeRequest
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from libs.request.sampling import TokenLogprobs
-from services.gateway.stop_strings import StopStrings
+from services.gateway.generation.stop_strings import StopStrings
 
 
 class Detokenizing(Protocol):

@@ -11,7 +11,7 @@ from libs.bus.messages.generation import Refused, TokenDelta
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.outcome import FailureReason, FinishReason
 from libs.request.sampling import SamplingParams
-from services.gateway.sequence_text import Piece, SequenceText
+from services.gateway.generation.sequence_text import Piece, SequenceText
 
 
 @dataclass(frozen=True, slots=True)

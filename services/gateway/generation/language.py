@@ -13,8 +13,8 @@ from libs.model.gguf_file import read_gguf
 from libs.model.hf_config import read_hf_config
 from libs.model.source import find_model
 from libs.model.tokenizer import Detokenizer, Tokenizer, load_tokenizer
-from services.gateway.errors import BadRequest, ContextTooLong
-from services.gateway.parameters import check_token_ids
+from services.gateway.api.errors import BadRequest, ContextTooLong
+from services.gateway.generation.parameters import check_token_ids
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.mesh_feed import MeshFeed
+from services.gateway.api.together import ClientGone, until_gone
+from services.gateway.mesh.mesh_feed import MeshFeed
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.together import ClientGone, until_gone
 
 SLOW_SECONDS = 10.0
 """How long a viewer may take to read one snapshot."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from services.gateway.errors import BadRequest, RequestTimeout, TooLarge, WrongContentType
+from services.gateway.api.errors import BadRequest, RequestTimeout, TooLarge, WrongContentType
 
 T = TypeVar("T")
 

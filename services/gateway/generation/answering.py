@@ -11,15 +11,15 @@ import structlog
 from starlette.types import Receive, Send
 
 from libs.request.outcome import FinishReason
-from services.gateway.answer import Choice, PromptTokensDetails, Usage, Wording
-from services.gateway.dispatch import Dispatch, TooLargeForBroker
-from services.gateway.errors import ApiError, Failed, TooLarge, encode_error
+from services.gateway.api.errors import ApiError, Failed, TooLarge, encode_error
+from services.gateway.api.together import first_error, until_gone
+from services.gateway.generation.answer import Choice, PromptTokensDetails, Usage, Wording
+from services.gateway.generation.dispatch import Dispatch, TooLargeForBroker
+from services.gateway.generation.outbox import Outbox, SlowClient
+from services.gateway.generation.outcomes import error_of
+from services.gateway.generation.sequence_text import Piece
+from services.gateway.generation.session import Finished, Session
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.outbox import Outbox, SlowClient
-from services.gateway.outcomes import error_of
-from services.gateway.sequence_text import Piece
-from services.gateway.session import Finished, Session
-from services.gateway.together import first_error, until_gone
 
 log = structlog.get_logger()
 

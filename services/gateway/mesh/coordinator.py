@@ -22,7 +22,7 @@ from libs.bus.port import (
     Request,
     RequestTimedOut,
 )
-from services.gateway.errors import ApiError, DeadlineOver, Failed, Unavailable
+from services.gateway.api.errors import ApiError, DeadlineOver, Failed, Unavailable
 
 ANSWER_TIMEOUT_SECONDS = 10.0
 LOOK_SECONDS = 2.0

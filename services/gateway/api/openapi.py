@@ -4,16 +4,16 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.chat_answer import ChatCompletion
-from services.gateway.completion_answer import Completion
-from services.gateway.errors import ErrorDocument
-from services.gateway.migration_fields import MigrationRequest
-from services.gateway.request_fields import (
+from services.gateway.api.errors import ErrorDocument
+from services.gateway.generation.chat_answer import ChatCompletion
+from services.gateway.generation.completion_answer import Completion
+from services.gateway.generation.request_fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from services.gateway.mesh.migration_fields import MigrationRequest
 
 _POSTS: dict[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None, bool]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatRequest, ChatCompletion, True),

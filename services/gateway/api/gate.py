@@ -3,7 +3,7 @@
 import asyncio
 from types import TracebackType
 
-from services.gateway.errors import Overloaded, Unavailable
+from services.gateway.api.errors import Overloaded, Unavailable
 
 
 class Gate:

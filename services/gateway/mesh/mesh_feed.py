@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from services.gateway.errors import Overloaded, Unavailable
+from services.gateway.api.errors import Overloaded, Unavailable
 
 INTERVAL_SECONDS, MIN_GAP_SECONDS = 1.0, 0.1
 """Between two snapshots: where nothing changes, and at the least."""

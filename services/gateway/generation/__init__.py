@@ -1,0 +1,1 @@
+"""Generating requests: from fields to sequences, over the mesh, to the answer."""
