@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from libs.engine.engine_core import EngineCore
+from libs.engine.core import EngineCore
 from libs.engine.settings import EngineSettings
 from libs.model.model import Model
 from libs.request.generation import Generation, pack_token_ids

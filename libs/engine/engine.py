@@ -8,7 +8,8 @@ also follow a failed `start`. Every sequence that was reserved ends in exactly o
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,12 +18,10 @@ import torch
 from kernels.paged_attention.contract import PagedAttention
 from libs.bus.messages.presence import WorkerLoad
 from libs.cost.prefill import DEFAULT_PREFILL_COST, PrefillCost
-from libs.engine.engine_core import EngineCore
-from libs.engine.engine_thread import Command, EngineThread, Post
+from libs.engine.core import EngineCore
 from libs.engine.errors import EngineClosed, EngineDied, TooManyCommands
 from libs.engine.hosting.hosting import Hosting
 from libs.engine.hosting.port import Answer
-from libs.engine.listener_calls import listener_calls
 from libs.engine.meter import Meter
 from libs.engine.moving import Moving
 from libs.engine.outputs import (
@@ -33,10 +32,37 @@ from libs.engine.outputs import (
     TokenOutput,
 )
 from libs.engine.settings import EngineSettings
+from libs.engine.thread import Command, EngineThread, Post
 from libs.engine.thread_loop import ThreadLoop
 from libs.model.model import Model
 from libs.placement.placement import Placement, all_home
 from libs.request.generation import Generation
+
+
+def listener_calls(
+    listener: EngineListener, post: Post, aborting: Collection[str], release: Callable[[LayerOutput], None]
+) -> list[Callable[[], None]]:
+    """In order: KV first, then tokens, ends last. Nothing of what is being aborted, whose KV is released."""
+    calls = list[Callable[[], None]]()
+    for layer in post.layers:
+        if layer.sequence_id in aborting:
+            release(layer)
+        else:
+            calls.append(partial(listener.on_layer, layer))
+    if post.tokens:
+        tokens: Sequence[TokenOutput] = post.tokens
+        if aborting:
+            tokens = [token for token in tokens if token.sequence_id not in aborting]
+        if tokens:
+            calls.append(partial(listener.on_tokens, tokens))
+    wanted = (token for token in post.prompts_done if token.sequence_id not in aborting)
+    calls += [partial(listener.on_prompt_done, token) for token in wanted]
+    failed = (failure for failure in post.failed if failure.sequence_id not in aborting)
+    calls += [partial(listener.on_failed, failure) for failure in failed]
+    if post.stored or post.removed:
+        calls.append(partial(listener.on_names, post.stored, post.removed))
+    return calls
+
 
 __all__ = [
     "Engine",

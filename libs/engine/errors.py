@@ -92,3 +92,8 @@ class EngineClosed(EngineError):
 
 class EngineDied(EngineError):
     """The engine's thread ended by an error."""
+
+
+class NotYet(Exception):
+    """Raised by a command that can be run again: whoever runs the core does so after the next step, or after
+    the next commands. No error, and no one outside hears of it."""

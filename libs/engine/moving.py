@@ -1,13 +1,13 @@
-"""Moves of the own instance's modules, as services see them; `libs.engine.moves` does them."""
+"""Moves of the own instance's modules, as services see them; `libs.engine.migration.migrations` does them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from libs.engine.engine_thread import EngineThread
 from libs.engine.hosting.port import Host
-from libs.engine.moves import Moves
+from libs.engine.migration.migrations import Moves
 from libs.engine.outputs import CopyProgress, Switched
+from libs.engine.thread import EngineThread
 from libs.model.model import Model
 from libs.placement.placement import Placed, Placement
 

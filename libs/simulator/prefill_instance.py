@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from libs.cost.prefill import num_pairs, prefill_seconds, work_seconds
-from libs.engine.allocator import BlockAllocator
+from libs.engine.memory.allocator import BlockAllocator
 from libs.simulator.event_loop import Due
 from libs.simulator.job import Job
 from libs.simulator.pace import Pace

@@ -17,7 +17,7 @@ from libs.cost.migration import LinkCost, ModelShape
 from libs.engine.hosting.calls import Settle, WriteBlocks
 from libs.engine.hosting.port import Answer
 from libs.engine.mailbox import Mailbox
-from libs.engine.pool import BlockLayout, Pool
+from libs.engine.memory.pool import BlockLayout, Pool
 from libs.engine.thread_loop import ThreadLoop
 from libs.placement.module import Module, heads_of
 from libs.transport.choose import make_transport

@@ -11,8 +11,8 @@ import torch
 
 from kernels.paged_attention.contract import AttentionBatch
 from kernels.paged_attention.reference import ReferenceAttention
+from libs.engine.core import EngineCore
 from libs.engine.engine import Engine
-from libs.engine.engine_core import EngineCore
 from libs.engine.outputs import LayerOutput, SequenceFailed, StepOutput, TokenOutput
 from libs.engine.settings import EngineSettings
 from libs.model.config import Architecture, ModelConfig

@@ -6,9 +6,8 @@ from functools import cache
 import torch
 from engine_moves import Mesh, Told, begin, check_baseline, core_of, drain, generation, model_of, prompt_of
 
-from libs.engine.errors import EngineError
+from libs.engine.errors import EngineError, NotYet
 from libs.engine.hosting.port import HostLost
-from libs.engine.not_yet import NotYet
 from libs.engine.outputs import LayerOutput
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from libs.placement.placement import BadPlacement

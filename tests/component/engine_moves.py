@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from libs.engine.engine_core import EngineCore
+from libs.engine.core import EngineCore
 from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.memory_host import MemoryHost, synchronous_host
 from libs.engine.hosting.port import Answer, Host, HostLost

@@ -14,7 +14,7 @@ from libs.engine.errors import NoRoom
 from libs.engine.hosting.calls import BeginStep, HostedCall
 from libs.engine.hosting.hosted_modules import HostedModules
 from libs.engine.hosting.port import Answer
-from libs.engine.pool import BlockLayout, Pool
+from libs.engine.memory.pool import BlockLayout, Pool
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
 from libs.model.random_model import random_model

@@ -16,7 +16,7 @@ from engine_harness import (
     tiny_model,
 )
 
-from libs.engine.engine_core import EngineCore
+from libs.engine.core import EngineCore
 from libs.engine.outputs import LayerOutput, TokenOutput
 from libs.kv.names import block_names
 from libs.model.model import Model

@@ -22,7 +22,7 @@ from engine_harness import reserve_and_begin as begin
 from kernels.paged_attention.reference import ReferenceAttention
 from libs.engine.engine import Engine, EngineSettings, TokenOutput
 from libs.engine.errors import EngineClosed, EngineDied, PromptTooLong, UnknownSequence
-from libs.engine.ledger import Ledger
+from libs.engine.scheduling.sequence_table import Ledger
 from libs.kv.names import block_names
 from libs.model.model import Model
 from libs.request.generation import Generation

@@ -26,8 +26,8 @@ from engine_harness import (
 from kernels.paged_attention.contract import AttentionBatch
 from kernels.paged_attention.reference import ReferenceAttention
 from libs.cost.prefill import DEFAULT_PREFILL_COST, prefill_seconds
+from libs.engine.core import EngineCore
 from libs.engine.engine import Engine
-from libs.engine.engine_core import EngineCore
 from libs.engine.errors import BadBlocks, WrongState
 from libs.engine.settings import EngineSettings
 from libs.kv.names import block_names

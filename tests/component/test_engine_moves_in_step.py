@@ -12,7 +12,7 @@ from engine_moves import SIZE, core_of, generation, model_of, prompt_of
 
 from kernels.paged_attention.contract import AttentionBatch
 from kernels.paged_attention.reference import ReferenceAttention
-from libs.engine import engine_thread
+from libs.engine import thread
 from libs.engine.engine import Engine, EngineSettings
 from libs.engine.hosting.memory_host import synchronous_host
 from libs.engine.hosting.port import Host
@@ -105,7 +105,7 @@ async def opened() -> AsyncGenerator[Scene]:
 
 
 async def test_pieces_are_copied_between_the_layers_of_a_long_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "_PIECE_GAP_SECONDS", 0.0)
+    monkeypatch.setattr(thread, "_PIECE_GAP_SECONDS", 0.0)
     async with opened() as scene:
         assert await scene.begin() == 19
         await scene.begin_long_step()
@@ -133,7 +133,7 @@ async def test_pieces_are_copied_between_the_layers_of_a_long_step(monkeypatch: 
 async def test_a_switch_comes_at_the_next_boundary_although_long_steps_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_thread, "_PIECE_GAP_SECONDS", 0.0)
+    monkeypatch.setattr(thread, "_PIECE_GAP_SECONDS", 0.0)
     async with opened() as scene:
         await scene.begin()
         await scene.begin_long_step(num_tokens=240)
@@ -148,7 +148,7 @@ async def test_a_switch_comes_at_the_next_boundary_although_long_steps_follow(
 async def test_short_steps_are_not_lengthened_by_more_than_a_piece_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_thread, "_PIECE_GAP_SECONDS", 3600.0)
+    monkeypatch.setattr(thread, "_PIECE_GAP_SECONDS", 3600.0)
     async with opened() as scene:
         await scene.begin()
         await scene.engine.moving.copy_some("m", PIECE_BYTES)

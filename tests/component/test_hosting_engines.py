@@ -15,10 +15,9 @@ from hosting_scene import Home
 from kernels.paged_attention.contract import AttentionBatch
 from kernels.paged_attention.reference import ReferenceAttention
 from libs.engine.engine import Engine, EngineSettings
-from libs.engine.errors import EngineClosed, MoveRefused, NoRoom
+from libs.engine.errors import EngineClosed, MoveRefused, NoRoom, NotYet
 from libs.engine.hosting.calls import HostedCall, RunLayers, Settle
 from libs.engine.hosting.port import Answer, HostLost
-from libs.engine.not_yet import NotYet
 from libs.placement.module import heads_of, whole_layers
 
 WAIT_SECONDS = 30.0

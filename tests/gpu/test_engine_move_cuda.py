@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from libs.engine.engine_core import EngineCore
+from libs.engine.core import EngineCore
 from libs.engine.hosting.memory_host import synchronous_host
 from libs.engine.settings import EngineSettings
 from libs.model.assemble import assemble

@@ -3,8 +3,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from libs.engine.allocator import BlockAllocator
 from libs.engine.errors import OutOfBlocks
+from libs.engine.memory.allocator import BlockAllocator
 
 NUM_BLOCKS = 8
 NAMES = st.integers(0, 11).map(lambda number: bytes([number]))

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.engine.arrivals import Arrivals
+from libs.engine.scheduling.sequence import Arrivals
 
 
 @given(data=st.data(), num_layers=st.integers(1, 4), num_blocks=st.integers(1, 9))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.engine.device_share import BURST_SECONDS, DeviceShare
+from libs.engine.hosting.device_turns import BURST_SECONDS, DeviceShare
 from libs.engine.settings import EngineSettings
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.engine.distribution import draw, keep, weights
+from libs.engine.sampling.distribution import draw, keep, weights
 
 
 def kept_tokens(logits: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:

@@ -2,9 +2,9 @@
 
 import torch
 
+from libs.engine.forward.remote_kv import Hosts
 from libs.engine.hosting.calls import HostedCall, MoveBlocks, Settle
 from libs.engine.hosting.port import Answer, HostLost
-from libs.engine.hosts import Hosts
 from libs.engine.meter import Meter
 
 

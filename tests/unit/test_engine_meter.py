@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from libs.engine.hand_over import HandOverBudget
+from libs.engine.forward.runner import HandOverBudget
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
 from libs.engine.outputs import LayerOutput

@@ -15,14 +15,13 @@ from engine_moves import (
     prompt_of,
 )
 
-from libs.engine.errors import MoveRefused
+from libs.engine.errors import MoveRefused, NotYet
+from libs.engine.forward.remote_kv import Hosts, result_now
 from libs.engine.hosting.calls import ANSWERED, HostedCall
 from libs.engine.hosting.port import Answer
-from libs.engine.hosts import Hosts, result_now
-from libs.engine.kv_copies import KvHome
+from libs.engine.memory.pool import BlockLayout, Pool
 from libs.engine.meter import Meter
-from libs.engine.not_yet import NotYet
-from libs.engine.pool import BlockLayout, Pool
+from libs.engine.migration.kv_copy import KvHome
 from libs.placement.module import heads_of, whole_layers
 from libs.placement.placement import Placed
 

@@ -17,11 +17,10 @@ from engine_moves import (
     prompt_of,
 )
 
-from libs.engine.engine_core import EngineCore
-from libs.engine.errors import MoveRefused
+from libs.engine.core import EngineCore
+from libs.engine.errors import MoveRefused, NotYet
 from libs.engine.hosting.calls import HostedCall, WriteBlocks
 from libs.engine.hosting.port import Answer, Host
-from libs.engine.not_yet import NotYet
 from libs.engine.outputs import LayerOutput, TokenOutput
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from libs.placement.placement import BadPlacement, Placed

@@ -7,10 +7,9 @@ import torch
 from engine_move_walk import MODULES, NUM_KINDS, Walk, asked, by_token, check_ends, num_tokens
 from engine_moves import SIZE, Mesh, begin, core_of, drain, model_of
 
-from libs.engine.errors import EngineError
+from libs.engine.errors import EngineError, NotYet
 from libs.engine.hosting.calls import ANSWERED, HostedCall
 from libs.engine.hosting.port import Answer, HostLost
-from libs.engine.not_yet import NotYet
 from libs.engine.outputs import LayerOutput
 
 HOSTS = ("host", "other")

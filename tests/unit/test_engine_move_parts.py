@@ -7,17 +7,16 @@ from engine_moves import SIZE, Mesh, begin, core_of, drain, generation, model_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.engine import arrangement
-from libs.engine.dirty_blocks import DirtyBlocks
+from libs.engine.errors import NotYet
+from libs.engine.forward.ragged import lent_part
+from libs.engine.forward.remote_kv import Hosts, result_now
 from libs.engine.hosting.calls import ANSWERED, BeginStep, HostedCall, MoveBlocks, Settle
 from libs.engine.hosting.memory_host import MemoryHost
 from libs.engine.hosting.port import Answer, HostLost
-from libs.engine.hosts import Hosts, result_now
-from libs.engine.lent_part import lent_part
+from libs.engine.memory.pool import SlotRows
 from libs.engine.meter import Meter
-from libs.engine.not_yet import NotYet
-from libs.engine.slot_rows import SlotRows
-from libs.engine.staging import Staging
+from libs.engine.migration import layout
+from libs.engine.migration.kv_copy import DirtyBlocks, Staging
 from libs.placement.module import heads_of, whole_layers
 from libs.placement.placement import Placed
 
@@ -199,7 +198,7 @@ def test_of_blocks_that_nobody_holds_the_last_used_few_outlive_a_move(
         drain(mesh.home)
     names = mesh.home.ledger.allocator.names()
     assert len(names) == 4 * 7
-    monkeypatch.setattr(arrangement, "_CACHED_BYTES", 10 * mesh.home.pool.layout.block_bytes)
+    monkeypatch.setattr(layout, "_CACHED_BYTES", 10 * mesh.home.pool.layout.block_bytes)
     assert mesh.begin(heads_of(0, 4, (1,)), "m") == 10
     mesh.switch("m")
     kept = mesh.home.ledger.allocator.names()

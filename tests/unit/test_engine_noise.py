@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.engine.noise import uniform
+from libs.engine.sampling.distribution import uniform
 
 
 def draw(seed: int, position: int) -> float:

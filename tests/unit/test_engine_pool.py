@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.engine.allocator import BlockAllocator
 from libs.engine.errors import OutOfBlocks
-from libs.engine.pool import BlockLayout, Pool
+from libs.engine.memory.allocator import BlockAllocator
+from libs.engine.memory.pool import BlockLayout, Pool
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.engine.arena import Arena, Region
 from libs.engine.errors import NoRoom, OutOfBlocks
-from libs.engine.pool import BlockLayout, Pool
+from libs.engine.memory.arena import Arena, Region
+from libs.engine.memory.pool import BlockLayout, Pool
 
 CPU = torch.device("cpu")
 LAYOUT = BlockLayout(((0, 0), (1, 0)), block_size=2, head_dim=2, dtype=torch.float32)

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.engine.rows import Rows
-from libs.engine.sampler import NOT_FINITE, Sampled, sample
-from libs.engine.sequence import Sequence
+from libs.engine.sampling.sampler import NOT_FINITE, Sampled, sample
+from libs.engine.scheduling.rows import Rows
+from libs.engine.scheduling.sequence import Sequence
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.engine.scheduler import Limits, Schedule, blocks_for, is_decode, loading_chunk, schedule
+from libs.engine.scheduling.scheduler import Limits, Schedule, blocks_for, is_decode, loading_chunk, schedule
 
 SIZE = 4
 

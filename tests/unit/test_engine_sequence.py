@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from libs.engine.errors import WrongState
-from libs.engine.rows import Needs, Rows
-from libs.engine.sequence import Sequence, SequenceState
+from libs.engine.scheduling.rows import Needs, Rows
+from libs.engine.scheduling.sequence import Sequence, SequenceState
 from libs.kv.names import block_names
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.outcome import FinishReason

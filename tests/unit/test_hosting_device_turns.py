@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from libs.engine.device_share import DeviceShare
-from libs.engine.hosting.device_turns import DeviceTurns
+from libs.engine.hosting.device_turns import DeviceShare, DeviceTurns
 from libs.engine.hosting.port import Answer, HostLost
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter

@@ -5,7 +5,7 @@ import pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.engine.hosting.turns import OWN, Turns
+from libs.engine.hosting.device_turns import OWN, Turns
 
 LONGEST = 1.0
 

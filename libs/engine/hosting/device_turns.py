@@ -1,16 +1,97 @@
 """Who has the device at each moment: own steps, a guest, or, where its share is used up, nobody."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
-from libs.engine.device_share import DeviceShare
 from libs.engine.hosting.port import Answer, HostLost
-from libs.engine.hosting.turns import OWN, Turns
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
+
+_LEAST_DEBT_SECONDS = 1e-6  # no sleep is so short
+BURST_SECONDS = 0.25
+"""Busy seconds that an idle worker saves up."""
+
+
+class DeviceShare:
+    """`share` of each second, 0 < share <= 1. Owned by one thread."""
+
+    def __init__(
+        self,
+        share: float,
+        *,
+        burst_seconds: float = BURST_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._share = share
+        self._burst_seconds = burst_seconds
+        self._clock = clock
+        self._saved_seconds = burst_seconds
+        self._as_of = clock()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is nothing to watch."""
+        return self._share >= 1.0
+
+    def spend(self, busy_seconds: float) -> None:
+        """The device was busy."""
+        if not self.is_whole:
+            self._refill()
+            self._saved_seconds -= busy_seconds
+
+    def debt_seconds(self) -> float:
+        """How long from now nothing may run; 0 where something may."""
+        if self.is_whole:
+            return 0.0
+        self._refill()
+        return -self._saved_seconds / self._share if self._saved_seconds < -_LEAST_DEBT_SECONDS else 0.0
+
+    def _refill(self) -> None:
+        now = self._clock()
+        saved = self._saved_seconds + (now - self._as_of) * self._share
+        self._saved_seconds, self._as_of = min(self._burst_seconds, saved), now
+
+
+OWN = ""
+"""The name of the own steps."""
+
+
+class Turns:
+    """Plain state; no clock."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._ready: frozenset[str] = frozenset()
+        self._now = 0.0
+        """Virtual time of the last that was chosen."""
+
+    def next(self, ready: Iterable[str]) -> str:
+        """Who is to run now, of all that have something to run; a guest before own steps when equal.
+
+        Own steps are many, a guest's call is one that somebody waits for.
+        """
+        names = frozenset(ready)
+        if names != self._ready:
+            self._note_ready(names)
+        chosen = min(names, key=lambda name: (self._seconds[name], name == OWN, name))
+        self._now = max(self._now, self._seconds[chosen])
+        return chosen
+
+    def charge(self, name: str, seconds: float) -> None:
+        """It was busy for so long."""
+        self._seconds[name] = self._seconds.get(name, self._now) + seconds
+
+    def _note_ready(self, names: frozenset[str]) -> None:
+        for name in names - self._ready:
+            self._seconds[name] = max(self._seconds.get(name, 0.0), self._now)
+        self._ready = names
+        # Of others only those that are ahead matter: the rest would be lifted when they come back, if ever.
+        self._seconds = {
+            name: seconds for name, seconds in self._seconds.items() if name in names or seconds > self._now
+        }
 
 
 class Guests(Protocol):

@@ -16,9 +16,9 @@ from libs.engine.hosting.calls import (
     Settle,
     WriteBlocks,
 )
-from libs.engine.hosting.guest import Guest, HostedModule
 from libs.engine.hosting.hosted_step import BadCall, HostedStep
 from libs.engine.hosting.lent_context import lent_context
+from libs.engine.hosting.owner import Guest, HostedModule
 from libs.model.config import ModelConfig
 from libs.placement.module import ModuleKind
 

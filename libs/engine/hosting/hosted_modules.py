@@ -10,25 +10,44 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace as replaced
+from typing import Protocol
 
 import structlog
 import torch
 
 from kernels.paged_attention.contract import PagedAttention
 from libs.bus.messages.migration import Hosted
-from libs.engine.arena import Region
 from libs.engine.errors import EngineError, MoveRefused, NoRoom
 from libs.engine.hosting.calls import HostedCall, move_id_of
-from libs.engine.hosting.guest import Guest, HostedModule
 from libs.engine.hosting.hosted_calls import HostedCalls
-from libs.engine.hosting.hosted_kv import HostedKv
-from libs.engine.hosting.own_pool import OwnPool
+from libs.engine.hosting.owner import Guest, HostedKv, HostedModule
 from libs.engine.hosting.port import Answer, HostLost
-from libs.engine.pool import BlockLayout, Pool
+from libs.engine.memory.arena import Region
+from libs.engine.memory.pool import BlockLayout, Pool
 from libs.model.errors import ModelError
 from libs.model.model import Layer, Model
 from libs.placement.module import Module, ModuleKind
 from libs.placement.placement import BadPlacement, all_home, check_module
+
+
+class OwnPool(Protocol):
+    """The host's own blocks and those who hold them."""
+
+    def least_blocks(self) -> int:
+        """Blocks that the engine cannot spare: those that sequences hold now, and never fewer than one
+        sequence of full length takes."""
+        ...
+
+    def resize(self, num_blocks: int | None) -> None:
+        """Makes the pool `num_blocks`, or as many as its memory holds. Preempts nobody: blocks that are held
+        only by name go first.
+
+        Raises:
+            NoRoom: sequences hold more.
+            NotYet: a step is under way that knows blocks by their ids; nothing was changed.
+        """
+        ...
+
 
 _MIB = 1 << 20
 _MAX_CALLS = 4096  # of one guest, not begun: a home waits for its answers, so it has far fewer

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from libs.bus.messages.migration import Hosted
-from libs.engine.engine_core import EngineCore
-from libs.engine.engine_thread import EngineThread
+from libs.engine.core import EngineCore
 from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.port import Answer
+from libs.engine.thread import EngineThread
 from libs.model.model import Layer
 from libs.placement.module import Module
 

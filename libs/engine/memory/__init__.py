@@ -1,0 +1,1 @@
+"""The KV pool: its bytes, its layout, and which blocks are whose."""

@@ -1,0 +1,1 @@
+"""Modules of this instance that move to other workers, and back."""

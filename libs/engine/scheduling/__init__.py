@@ -1,0 +1,1 @@
+"""Which sequences there are, and what the next step computes of them."""
