@@ -1,4 +1,4 @@
-"""What all tests share: virtual time, and Triton's interpreter where there is no GPU."""
+"""What all tests share: virtual time, how many examples properties try, Triton's interpreter without a GPU."""
 
 import asyncio
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 if not Path("/dev/nvidiactl").exists():
     # Triton looks when it is first imported, which transformers does in another test of the same process.
@@ -16,6 +17,11 @@ if not Path("/dev/nvidiactl").exists():
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two processes that compute with all cores each slow each other many times over.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Properties try few examples by default; `--hypothesis-profile=deep` tries many.
+settings.register_profile("quick", max_examples=25, stateful_step_count=30, deadline=None)
+settings.register_profile("deep", max_examples=400, stateful_step_count=60, deadline=None)
+settings.load_profile("quick")
 
 _STUCK_SECONDS = 20.0
 _LEAST_SECONDS = 1e-6

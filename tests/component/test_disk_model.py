@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from disk_blocks import SETTINGS, Shape, block, name_of, names_of, read
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -92,4 +91,3 @@ class TierAgainstDict(RuleBasedStateMachine):
 
 
 TestTierAgainstDict = TierAgainstDict.TestCase
-TestTierAgainstDict.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -225,6 +225,4 @@ class EnginesMachine(RuleBasedStateMachine):
 
 
 TestEngines = EnginesMachine.TestCase
-TestEngines.settings = settings(
-    max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestEngines.settings = settings(suppress_health_check=[HealthCheck.too_slow])

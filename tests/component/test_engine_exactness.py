@@ -17,7 +17,7 @@ from engine_harness import (
     prompt_of,
     tiny_model,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.outputs import StepOutput, TokenOutput
@@ -62,7 +62,6 @@ def test_chunks_and_company_change_no_token(model: Model, num_batched_tokens: in
     check_baseline(core)
 
 
-@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_preempted_sequences_lose_and_repeat_nothing(model: Model, data: st.DataObject) -> None:
     core = engine(

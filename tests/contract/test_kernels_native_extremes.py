@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import AttentionCase, assert_close, exact_attention, require_native
 
@@ -55,7 +55,6 @@ def test_memory_that_holds_no_token_is_never_part_of_a_result(dtype: torch.dtype
     assert library is not None
     kernel = NativeAttention(library)
 
-    @settings(max_examples=25, deadline=None)
     @given(case=wide_cases())
     def run(case: AttentionCase) -> None:
         pool, q, scale = case.pool(dtype), case.queries(dtype), 1 / math.sqrt(case.head_dim)

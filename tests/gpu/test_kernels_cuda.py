@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from kernel_cases import AttentionCase, assert_close, attention_cases, exact_attention, randn
 
 from kernels.linear.choose import pack_linear
@@ -40,7 +40,6 @@ def check_attention(case: AttentionCase, dtype: torch.dtype) -> None:
     assert torch.equal(attention.attend(q, kv, batch, scale), out)
 
 
-@settings(max_examples=25, deadline=None)
 @given(case=attention_cases())
 def test_any_ragged_batch_is_attended_as_a_dense_computation_says(
     dtype: torch.dtype, case: AttentionCase

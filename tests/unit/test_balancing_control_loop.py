@@ -61,7 +61,6 @@ def check_decision(plant: Plant, view: MeshView, state: LoopState, decision: Dec
     assert predicted.num_blocks >= home.num_used_blocks
 
 
-@settings(max_examples=60, deadline=None)
 @given(WALKS, st.integers(0, 1000))
 def test_whatever_the_load_a_move_keeps_its_promises(steps, seed):
     walk(Plant(TASTE, seed, noise=0.1, on_decision=check_decision), steps)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.cost.estimators import FetchEstimator, PrefillEstimator
@@ -84,7 +84,6 @@ def test_a_batch_counts_as_the_sum_of_its_sequences():
     assert predicted == pytest.approx(prefill_seconds(true, 512, 2048), rel=0.15)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -138,7 +137,6 @@ def test_the_rate_of_a_slower_disk_is_found_beside_the_links():
     assert estimator.cost.disk_bytes_per_second == pytest.approx(4e8, rel=0.25)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(

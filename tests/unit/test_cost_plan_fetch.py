@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.cost.fetch import FetchCost
@@ -95,7 +95,6 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=400, deadline=None)
 @given(cases())
 def test_no_other_number_of_blocks_is_faster(case):
     plan = case.plan()

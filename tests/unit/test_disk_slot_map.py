@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.kv_store.disk.layout import Place
@@ -25,7 +25,6 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(steps)
 def test_no_place_is_given_twice_and_all_stays_within_the_cap(
     steps: list[tuple[tuple[int, int] | None, float, int]],

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.sampling.distribution import draw, keep, weights
@@ -60,7 +60,6 @@ def test_a_flat_distribution_needs_more_candidates_than_the_first_lists_hold() -
     assert len(kept_tokens(logits, top_k=2000)) == 2000
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     logits=st.lists(st.integers(-40, 40).map(lambda tenth: tenth / 4), min_size=1, max_size=200),
     top_k=st.integers(0, 250),
@@ -80,7 +79,6 @@ def test_filters_keep_what_their_definition_says(
     assert int(mass.argmax()) in kept
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     masses=st.lists(st.sampled_from([0.0, 0.0, 1e-6, 0.3, 1.0]), min_size=1, max_size=400),
     noise=st.one_of(st.floats(0, 1, exclude_max=True), st.just(1 - 2.0**-53)),

@@ -1,7 +1,7 @@
 """Any order of moves, losses and requests: the right tokens or an explicit end, and nothing held then."""
 
 from engine_move_walk import MODULES, NUM_KINDS, Walk, check_ends
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 Act = list[str] | tuple[object, ...]
@@ -46,7 +46,6 @@ def run(walk: Walk, act: Act) -> None:
     getattr(walk, str(name))(*how)
 
 
-@settings(max_examples=60, deadline=None)
 @given(journeys())
 def test_every_sequence_ends_in_its_tokens_or_is_told_why_not(acts: list[Act]) -> None:
     walk = Walk()

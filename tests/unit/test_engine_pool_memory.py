@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.errors import NoRoom, OutOfBlocks
@@ -167,7 +167,6 @@ def test_on_a_device_regions_lie_apart_behind_the_blocks_and_no_more_is_used_tha
     assert arena.own_bytes == num_bytes
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_regions_and_blocks_never_overlap_however_they_come_and_go(data: st.DataObject) -> None:
     num_blocks = data.draw(st.integers(1, 40))

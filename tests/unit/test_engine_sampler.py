@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.sampling.sampler import NOT_FINITE, Sampled, sample
@@ -66,7 +66,6 @@ def test_one_row_that_needs_more_does_not_change_the_others() -> None:
 
 
 @given(seed=st.integers(-(2**63), 2**64 - 1), num_output=st.integers(0, 20))
-@settings(deadline=None)
 def test_the_choice_depends_on_seed_and_position_alone(seed: int, num_output: int) -> None:
     logits = random_logits(2)[0]
     sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=99)
@@ -120,7 +119,6 @@ def test_penalties_count_output_and_repetition_also_the_prompt() -> None:
     assert choose(logits, frequent, output=(1, 5, 5, 5)) == 1
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     output=st.lists(st.integers(0, VOCAB - 1), max_size=300),

@@ -1,6 +1,6 @@
 from dataclasses import dataclass, replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.scheduling.scheduler import Limits, Schedule, blocks_for, is_decode, loading_chunk, schedule
@@ -235,7 +235,6 @@ class House:
             assert chunk.num_tokens or chunk.num_handed_blocks
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), num_blocks=st.integers(1, 9), seqs=st.integers(1, 5), extra=st.integers(0, 9))
 def test_every_sequence_ends_whatever_the_sizes_and_the_order_of_arrival(
     data: st.DataObject, num_blocks: int, seqs: int, extra: int

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hosting_scene import BLOCK_SIZE, MODELS, Home, HostScene
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.errors import NoRoom
@@ -147,7 +147,6 @@ def test_own_live_blocks_keep_their_content_while_guests_come_and_go() -> None:
     assert sorted(float(host.pool.blocks[block].min()) for block in host.owner.held) == [3.0, 20.0, 39.0]
 
 
-@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_guests_never_share_memory_and_all_of_it_comes_back(data: st.DataObject) -> None:
     host = HostScene(MODEL, num_blocks=60)

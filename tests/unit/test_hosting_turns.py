@@ -2,7 +2,7 @@
 
 import pickle
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.hosting.device_turns import OWN, Turns
@@ -70,7 +70,6 @@ def test_guests_that_stay_away_leave_nothing_behind() -> None:
 names = st.sampled_from([OWN, "a", "b", "c"])
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sets(names), st.floats(0.001, LONGEST)),
@@ -92,7 +91,6 @@ def test_whoever_has_work_all_the_time_gets_its_share(rounds: list[tuple[set[str
     assert mine >= (mine + sum(spent.values())) / 5 - 2 * LONGEST
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(names, st.floats(0.001, LONGEST)), max_size=100), st.floats(0.001, LONGEST))
 def test_who_comes_waits_for_one_piece_of_each_other_at_most(
     history: list[tuple[str, float]], seconds: float

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -184,8 +183,6 @@ class LfuMachine(TreeMachine):
 
 TestTreeLru = TreeMachine.TestCase
 TestTreeLfu = LfuMachine.TestCase
-for case in (TestTreeLru, TestTreeLfu):
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def flat(kind: EvictionKind, num: int) -> BlockTree:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -100,7 +100,6 @@ def leading(items: list, holds) -> int:  # type: ignore[no-untyped-def, type-arg
 
 
 TestViewMachine = ViewMachine.TestCase
-TestViewMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def test_the_view_is_bounded_and_forgets_what_was_told_longest_ago() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.bus.messages.generation import Place
@@ -187,7 +187,6 @@ class Reading:
     st.sampled_from([0.0, 1.0]),
     st.builds(Draw, st.integers(0, 99), st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
 )
-@settings(max_examples=400, deadline=None)
 def test_whatever_the_cluster_the_pair_is_one_the_rules_allow_or_the_obstacle_is_true(
     workers: list[Worker], place: Place, policy: str, sticky_seconds: float, draw: Draw
 ) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from random import Random
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -231,4 +231,3 @@ class ViewMachine(RuleBasedStateMachine):
 
 
 TestViewMachine = ViewMachine.TestCase
-TestViewMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

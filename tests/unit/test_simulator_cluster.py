@@ -4,7 +4,7 @@ import time
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.cost.fetch import FetchCost
@@ -200,7 +200,6 @@ REQUESTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(REQUESTS, st.sampled_from(list(POLICIES)), st.integers(0, 3), st.integers(0, 60), st.integers(1, 4000))
 def test_every_request_ends_once_and_leaves_nothing_behind(rows, policy, num_stores, num_disk, max_waiting):
     """With pools, memory, disk and queues far too small for the load."""

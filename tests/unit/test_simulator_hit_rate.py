@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trace_hit_rate import hit_rate
 
@@ -19,7 +19,6 @@ def request_of(path: list[int], now: float) -> TraceRequest:
 CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=40)
 
 
-@settings(deadline=None)
 @given(CHAINS, st.integers(6, 30))
 def test_with_room_for_every_chain_the_tree_finds_as_much_as_plain_lru(chains, num_blocks):
     requests = [request_of(chain, float(now)) for now, chain in enumerate(chains)]

@@ -1,7 +1,7 @@
 """One prefill and one decode instance of the simulated mesh."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.cost.fetch import FetchCost
@@ -131,7 +131,6 @@ def test_what_is_ready_does_not_wait_for_what_is_being_fetched():
     assert through[0][1] < 1.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 700)), min_size=1, max_size=12))
 def test_an_instance_is_empty_in_the_end_and_its_seconds_add_up(arrivals):
     bench = Bench(shape_of(num_blocks=60), fetch_seconds=0.3, num_fetched=0)

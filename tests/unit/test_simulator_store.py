@@ -1,7 +1,7 @@
 """One simulated store: what it holds, where, and for how long."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.cost.fetch import FetchCost
@@ -160,7 +160,6 @@ STEPS = st.lists(
 POLICIES = st.sampled_from(["write_through", "write_back", "selective"])
 
 
-@settings(deadline=None)
 @given(STEPS, st.integers(1, 12), st.integers(0, 12), POLICIES)
 def test_no_tier_overflows_and_no_child_outlives_its_parent(steps, num_memory, num_disk, write_policy):
     store = store_of(num_memory, num_disk, write_policy)

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.hosting.calls import (
@@ -90,7 +90,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@settings(max_examples=200, deadline=None)
 @given(_CALLS, st.integers(1, 300))
 def test_any_call_survives_the_trip_however_it_is_cut(call: HostedCall, piece_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -103,7 +102,6 @@ def test_any_call_survives_the_trip_however_it_is_cut(call: HostedCall, piece_by
     assert all(same(getattr(call, name), getattr(back, name)) for name in vars(call))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_changed_byte_of_a_body_is_noticed(data: st.DataObject) -> None:
     header, body = encode(Result(call_id=1), [torch.arange(50, dtype=torch.float32)])
@@ -113,7 +111,6 @@ def test_a_changed_byte_of_a_body_is_noticed(data: st.DataObject) -> None:
         Assembly().take(header, changed)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=60), st.binary(max_size=60))
 def test_garbage_is_refused_and_breaks_nothing(header: bytes, body: bytes) -> None:
     with pytest.raises(BadFrame):
