@@ -10,7 +10,7 @@ import msgspec
 
 from libs.bus.messages.presence import Presence
 from libs.cost.migration import shape_of, step_overhead_seconds
-from libs.worker.hosting.aside import aside
+from libs.worker.migration.threads import run_in_thread
 from services.bench.figures import Figure
 from services.bench.migration_costs import attention_parts, measure_hosting
 from services.bench.migration_figures import cost_figures, trip_figures
@@ -69,7 +69,7 @@ async def _trip(mesh: WatchedMesh, kind: MoveKind, measured: Measured) -> Trip:
     away = await _watch(mesh, kind.asked, measured)
     home = await _watch(mesh, {"return_of": away.record["id"]}, measured)
     num_context = away.num_live_blocks * measured.shape.block_size // NUM_STREAMS
-    remote, local = await aside(
+    remote, local = await run_in_thread(
         partial(
             attention_parts, measured.shape, kind.module, num_sequences=NUM_STREAMS, num_context=num_context
         )

@@ -21,9 +21,8 @@ from libs.engine.memory.pool import BlockLayout, Pool
 from libs.engine.thread_loop import ThreadLoop
 from libs.placement.module import Module, heads_of
 from libs.transport.choose import make_transport
-from libs.worker.hosting.call_links import CallLinks
-from libs.worker.hosting.host_calls import HostCalls
-from libs.worker.hosting.host_link import HostLink
+from libs.worker.migration.call_links import CallLinks
+from libs.worker.migration.owner.remote_host import HostCalls, HostLink
 from services.bench.machine import best_seconds
 
 NUM_ROUND_TRIPS = 200

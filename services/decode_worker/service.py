@@ -19,7 +19,7 @@ from libs.runtime.runtime import Runtime
 from libs.transport.port import Listener, Transport
 from libs.worker.device_events import DeviceEvents
 from libs.worker.gauges import WorkerGauges
-from libs.worker.hosting.modules import Modules
+from libs.worker.migration.modules import Modules
 from libs.worker.role_flip import RoleFlip, runs_both
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import (

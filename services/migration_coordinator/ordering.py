@@ -9,7 +9,7 @@ from libs.bus.messages.presence import Presence
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import MovePhase
 from libs.placement.placement import BadPlacement, Placed, Placement, check_module
-from libs.worker.hosting.orders import (
+from libs.worker.migration.owner.orders import (
     busy_words,
     hosts_nothing_words,
     nothing_away_words,

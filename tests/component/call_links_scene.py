@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from libs.engine.engine import Engine
 from libs.transport.choose import TransportKind, make_transport
-from libs.worker.hosting.call_links import CallLinks
+from libs.worker.migration.call_links import CallLinks
 
 SECONDS = 10.0
 

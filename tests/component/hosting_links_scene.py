@@ -12,10 +12,10 @@ from libs.placement.module import whole_layers
 from libs.transport.choose import make_transport
 from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import Link, Transport
-from libs.worker.hosting.call_links import CallLinks
-from libs.worker.hosting.host_link import HostLink
-from libs.worker.hosting.incoming_weights import form_of
-from libs.worker.hosting.server import HostingServer
+from libs.worker.migration.call_links import CallLinks
+from libs.worker.migration.host.server import HostingServer
+from libs.worker.migration.host.weights import form_of
+from libs.worker.migration.owner.remote_host import HostLink
 
 SECONDS = 5.0
 

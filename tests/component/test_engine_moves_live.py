@@ -24,7 +24,7 @@ from libs.placement.placement import Placed
 from libs.request.generation import Generation
 from libs.request.outcome import FailureReason
 from libs.transport.choose import TransportKind
-from libs.worker.hosting.call_links import CallLinks
+from libs.worker.migration.call_links import CallLinks
 
 
 class Pair:

@@ -20,11 +20,11 @@ from libs.engine.thread_loop import ThreadLoop
 from libs.model.model import Model
 from libs.placement.module import heads_of, whole_layers
 from libs.transport.choose import make_transport
-from libs.worker.hosting.across import LoopEnded, across
-from libs.worker.hosting.call_links import CallLinks
-from libs.worker.hosting.guest import Guest
-from libs.worker.hosting.host_link import HostLink
-from libs.worker.hosting.incoming_weights import form_of
+from libs.worker.migration.call_links import CallLinks
+from libs.worker.migration.host.server import Guest
+from libs.worker.migration.host.weights import form_of
+from libs.worker.migration.owner.remote_host import HostLink
+from libs.worker.migration.threads import LoopEnded, run_on_loop
 
 MODEL = MODELS["gqa"]
 SLOW_LAYER_SECONDS = 0.1
@@ -141,18 +141,18 @@ async def test_an_engine_that_ends_cuts_its_links() -> None:
 
 async def test_what_is_handed_to_a_loop_that_ends_is_told_so() -> None:
     turned = ThreadLoop()
-    handed = asyncio.ensure_future(across(turned.loop, asyncio.sleep(SECONDS)))
+    handed = asyncio.ensure_future(run_on_loop(turned.loop, asyncio.sleep(SECONDS)))
     await asyncio.sleep(0)
     await asyncio.to_thread(turned.close)
     with pytest.raises(LoopEnded):
         await handed
     with pytest.raises(LoopEnded):
-        await across(turned.loop, asyncio.sleep(SECONDS))
+        await run_on_loop(turned.loop, asyncio.sleep(SECONDS))
 
 
 async def test_what_runs_on_a_loop_that_ends_is_told_so() -> None:
     turned = ThreadLoop()
-    handed = asyncio.ensure_future(across(turned.loop, asyncio.sleep(SECONDS)))
+    handed = asyncio.ensure_future(run_on_loop(turned.loop, asyncio.sleep(SECONDS)))
     await asyncio.sleep(0)
     await asyncio.to_thread(turned.turn)
     await asyncio.to_thread(turned.close)

@@ -9,7 +9,7 @@ from workers_mesh import prompt_of
 
 from libs.model.model import Model
 from libs.placement.module import Module, heads_of, whole_layers
-from libs.worker.hosting import host_calls
+from libs.worker.migration.owner import remote_host
 
 MODULES = {
     "first layers": whole_layers(0, 2),
@@ -101,7 +101,7 @@ async def test_prefill_workers_have_their_modules_hosted_while_they_hand_prompts
 async def test_workers_that_host_for_each_other_go_on_where_every_call_waits_to_be_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_calls, "MAX_UNSENT_BYTES", 0)
+    monkeypatch.setattr(remote_host, "MAX_UNSENT_BYTES", 0)
     async with moving_mesh(num_blocks=600) as scene:
         prefill = await scene.mesh.prefill(name="prefill-0")
         one, other = scene.home, scene.host

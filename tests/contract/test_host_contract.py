@@ -32,10 +32,10 @@ from libs.placement.module import Module, heads_of, whole_layers
 from libs.transport.choose import TransportKind, make_transport
 from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import Transport
-from libs.worker.hosting.call_links import CallLinks
-from libs.worker.hosting.guest import Guest
-from libs.worker.hosting.host_link import HostLink
-from libs.worker.hosting.incoming_weights import form_of
+from libs.worker.migration.call_links import CallLinks
+from libs.worker.migration.host.server import Guest
+from libs.worker.migration.host.weights import form_of
+from libs.worker.migration.owner.remote_host import HostLink
 
 SECONDS = 10.0
 GUEST = "home"
@@ -282,7 +282,7 @@ async def test_a_piece_larger_than_a_frame_arrives_whole(stage: Stage) -> None:
     kv = torch.randn(NUM_BLOCKS, 6, 2, 8, 16)
     assert kv.nbytes > 100_000
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("libs.worker.hosting.frames.PIECE_BYTES", 4096)
+        patched.setattr("libs.worker.migration.framing.PIECE_BYTES", 4096)
         stage.host.call(WriteBlocks("m", None, blocks, kv))
         assert torch.equal(await stage.ask(ReadBlocks("m", None, blocks)), kv)
 

@@ -10,9 +10,9 @@ from hosting_links_scene import SECONDS, Scene, open_one
 
 from libs.engine.hosting.calls import HostedCall, RunLayers, Settle, WriteBlocks
 from libs.engine.hosting.port import Answer, HostLost
-from libs.worker.hosting import host_calls
-from libs.worker.hosting.frames import encode
-from libs.worker.hosting.messages import Call, Ping, Result, SettleCall
+from libs.worker.migration.framing import encode
+from libs.worker.migration.owner import remote_host
+from libs.worker.migration.protocol import Call, Ping, Result, SettleCall
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_a_result_changes_no_more_when_its_frame_is_gone(scene: Scene) -> 
 async def test_calls_to_a_host_that_takes_nothing_in_are_done_when_there_is_room_again(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_calls, "MAX_UNSENT_BYTES", 1000)
+    monkeypatch.setattr(remote_host, "MAX_UNSENT_BYTES", 1000)
     host = await scene.home()
     await host.settle()
     scene.network.freeze()
@@ -86,7 +86,7 @@ async def test_calls_to_a_host_that_takes_nothing_in_are_done_when_there_is_room
 async def test_a_caller_that_waits_for_room_is_let_go_when_the_link_ends(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_calls, "MAX_UNSENT_BYTES", 1000)
+    monkeypatch.setattr(remote_host, "MAX_UNSENT_BYTES", 1000)
     host = await scene.home(timeout_seconds=0.5)
     await host.settle()
     scene.network.freeze()

@@ -22,10 +22,10 @@ from libs.engine.hosting.calls import (
 )
 from libs.kv.checksum import checksum
 from libs.transport.port import MAX_HEADER_BYTES
-from libs.worker.hosting import frames
-from libs.worker.hosting.call_codec import join_call, split_call
-from libs.worker.hosting.frames import Assembly, BadFrame, Message, encode, pieces
-from libs.worker.hosting.messages import Call, Head, Ping, Result, SettleCall, StepCall, WriteCall
+from libs.worker.migration import framing
+from libs.worker.migration.call_codec import join_call, split_call
+from libs.worker.migration.framing import Assembly, BadFrame, Message, encode, pieces
+from libs.worker.migration.protocol import Call, Head, Ping, Result, SettleCall, StepCall, WriteCall
 
 _DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 _SIZES = st.integers(0, 5)
@@ -93,7 +93,7 @@ def same(one: Any, other: Any) -> bool:
 @given(_CALLS, st.integers(1, 300))
 def test_any_call_survives_the_trip_however_it_is_cut(call: HostedCall, piece_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(frames, "PIECE_BYTES", piece_bytes)
+        patched.setattr(framing, "PIECE_BYTES", piece_bytes)
         facts, parts = split_call(call)
         came = take_all(Call(call_id=7, facts=facts), parts)
     assert isinstance(came.head, Call)
@@ -134,7 +134,7 @@ def test_a_message_that_came_in_one_frame_is_a_view_until_it_is_owned() -> None:
 
 
 def test_a_new_message_within_one_that_is_not_complete_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "PIECE_BYTES", 16)
+    monkeypatch.setattr(framing, "PIECE_BYTES", 16)
     first = next(iter(pieces(*encode(Result(call_id=1), [torch.ones(30)]))))
     assembly = Assembly()
     assert assembly.take(*first) is None
@@ -143,20 +143,20 @@ def test_a_new_message_within_one_that_is_not_complete_is_refused(monkeypatch: p
 
 
 def header_of(head: Head, **facts: Any) -> bytes:
-    return msgspec.msgpack.encode(frames.Header(head, **facts))
+    return msgspec.msgpack.encode(framing.Header(head, **facts))
 
 
 @pytest.mark.parametrize(
     ("parts", "num_bytes"),
     [
-        ((frames.Part("float64", (1,)),), 8),
-        ((frames.Part("float32", (-1,)),), 0),
-        ((frames.Part("float32", (1 << 40,)),), 4),
-        ((frames.Part("float32", (1,)),), 8),
+        ((framing.Part("float64", (1,)),), 8),
+        ((framing.Part("float32", (-1,)),), 0),
+        ((framing.Part("float32", (1 << 40,)),), 4),
+        ((framing.Part("float32", (1,)),), 8),
         ((), 4),
     ],
 )
-def test_tensors_that_are_not_the_body_are_refused(parts: tuple[frames.Part, ...], num_bytes: int) -> None:
+def test_tensors_that_are_not_the_body_are_refused(parts: tuple[framing.Part, ...], num_bytes: int) -> None:
     body = np.zeros(num_bytes, dtype=np.uint8)
     whole = checksum(body)
     with pytest.raises(BadFrame):

@@ -14,10 +14,9 @@ from libs.model.layer import layer_bytes
 from libs.model.layer_weights import layer_tensors
 from libs.transport.choose import make_transport
 from libs.transport.memory_transport import MemoryNetwork
-from libs.worker.hosting.frames import encode
-from libs.worker.hosting.host_calls import HostCalls
-from libs.worker.hosting.host_link import HostLink
-from libs.worker.hosting.messages import Call, Leaving, Opened, Ping, SettleCall, WeightPiece
+from libs.worker.migration.framing import encode
+from libs.worker.migration.owner.remote_host import HostCalls, HostLink
+from libs.worker.migration.protocol import Call, Leaving, Opened, Ping, SettleCall, WeightPiece
 
 
 @pytest.fixture

@@ -11,9 +11,15 @@ from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Placed, all_home
-from libs.worker.hosting.move_plan import FEW_BLOCKS, MAX_ROUNDS, Progress, next_phase
-from libs.worker.hosting.orders import Refused, Standing, placed_by
-from libs.worker.hosting.pace import PIECE_BYTES, Pace
+from libs.worker.migration.owner.migration import (
+    FEW_BLOCKS,
+    MAX_ROUNDS,
+    PIECE_BYTES,
+    Pace,
+    Progress,
+    next_phase,
+)
+from libs.worker.migration.owner.orders import Refused, Standing, placed_by
 
 _LIVE = [phase for phase in MovePhase if not is_over(phase)]
 _BACK = MovePhase.ROLLING_BACK

@@ -5,8 +5,8 @@ from typing import Any, cast
 
 from libs.placement.module import whole_layers
 from libs.placement.placement import Placed
-from libs.worker.hosting.home import Home
-from libs.worker.hosting.ways import Return
+from libs.worker.migration.owner.directions import Return
+from libs.worker.migration.owner.engine import Home
 
 
 class LateHome:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from workers_reference import tiny_model
 
-from libs.worker.hosting.frames import BadFrame
-from libs.worker.hosting.incoming_weights import IncomingWeights, form_of
+from libs.worker.migration.framing import BadFrame
+from libs.worker.migration.host.weights import IncomingWeights, form_of
 
 MODEL = tiny_model()
 

@@ -1,6 +1,6 @@
 """What a home's engine needs of a worker that hosts modules of its instance.
 
-Two implementations pass one contract suite: over a Link (`libs.worker.hosting`), and in memory, beside the
+Two implementations pass one contract suite: over a Link (`libs.worker.migration`), and in memory, beside the
 host's engine in the same process.
 """
 

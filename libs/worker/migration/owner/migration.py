@@ -1,9 +1,10 @@
-"""One move of one module, away or home again, from its first phase to its last."""
+"""One migration of one module, to a host or back, from its first phase to its last."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
+import msgspec
 import structlog
 from msgspec.structs import replace
 
@@ -13,10 +14,82 @@ from libs.model.errors import ModelError
 from libs.placement.phases import MovePhase, can_abandon, is_over
 from libs.placement.placement import BadPlacement
 from libs.telemetry.traces import Span, start_span
-from libs.worker.hosting.home import Home
-from libs.worker.hosting.move_plan import Progress, next_phase
-from libs.worker.hosting.pace import Pace
-from libs.worker.hosting.ways import Way
+from libs.worker.migration.owner.directions import Way
+from libs.worker.migration.owner.engine import Home
+
+FEW_BLOCKS = 8
+"""So little left is copied in the switch itself."""
+MAX_ROUNDS = 8
+"""A home that writes as fast as it copies is not caught up with; the switch copies what is left."""
+_SHRINKS_TO = 0.7
+"""Another round is worth it while each leaves at most this share of what the one before left."""
+
+_AFTER = {
+    MovePhase.PLANNED: MovePhase.RESERVING,
+    MovePhase.RESERVING: MovePhase.COPYING,
+    MovePhase.COPYING: MovePhase.CATCHING_UP,
+    MovePhase.SWITCHING: MovePhase.RELEASING,
+    MovePhase.RELEASING: MovePhase.DONE,
+    MovePhase.ROLLING_BACK: MovePhase.FAILED,
+}
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a move is, once what its phase asks for was done."""
+
+    phase: MovePhase
+    trouble: str = ""
+    """Why it cannot go on, if it cannot."""
+    num_rounds: int = 0
+    """That caught up."""
+    num_left_blocks: int = 0
+    num_left_before: int = 0
+    """Before the last round."""
+
+
+def next_phase(progress: Progress) -> MovePhase:
+    """The phase to enter; the same one for another round."""
+    if progress.trouble and can_abandon(progress.phase):
+        return MovePhase.ROLLING_BACK
+    if progress.phase is MovePhase.CATCHING_UP:
+        return MovePhase.SWITCHING if _is_caught_up(progress) else MovePhase.CATCHING_UP
+    return _AFTER[progress.phase]
+
+
+def _is_caught_up(progress: Progress) -> bool:
+    is_little = progress.num_left_blocks <= FEW_BLOCKS
+    still_shrinks = progress.num_left_blocks <= _SHRINKS_TO * progress.num_left_before
+    return is_little or not still_shrinks or progress.num_rounds >= MAX_ROUNDS
+
+
+PIECE_BYTES = 4 << 20
+"""Copied between two steps, at most."""
+_PIECES_PER_SECOND = 4
+"""At least, however slow: each keeps the engine for a moment only."""
+
+
+class Pace:
+    """Lets bytes through at a rate; 0: as fast as they go."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._free_at = time.monotonic()
+
+    @property
+    def piece_bytes(self) -> int:
+        """To copy at once."""
+        if not self._bytes_per_second:
+            return PIECE_BYTES
+        return max(1, min(PIECE_BYTES, int(self._bytes_per_second / _PIECES_PER_SECOND)))
+
+    async def passed(self, num_bytes: int) -> None:
+        """So many went through: returns when more may."""
+        if not self._bytes_per_second:
+            return
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_second
+        await asyncio.sleep(self._free_at - now)
+
 
 WHY_BROKEN = (EngineError, ModelError, BadPlacement)
 """What a move can fail by; anything else is a fault of this program."""

@@ -15,11 +15,10 @@ import structlog
 from libs.engine.hosting.calls import ANSWERED, HostedCall, WriteBlocks
 from libs.engine.hosting.port import Answer, HostLost
 from libs.transport.port import Link, LinkLost, Received
-from libs.worker.hosting.call_codec import join_call
-from libs.worker.hosting.frames import Assembly, BadFrame, Message
-from libs.worker.hosting.guest import MAX_DETAIL_CHARACTERS
-from libs.worker.hosting.messages import Call, CallFailed, Result
-from libs.worker.hosting.outgoing import Outgoing
+from libs.worker.migration.call_codec import join_call
+from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing
+from libs.worker.migration.host.server import MAX_DETAIL_CHARACTERS
+from libs.worker.migration.protocol import Call, CallFailed, Result
 
 log = structlog.get_logger()
 

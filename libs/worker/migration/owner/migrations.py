@@ -28,15 +28,14 @@ from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Placed, Placement
 from libs.runtime.roster import Roster
 from libs.runtime.runtime import Runtime
-from libs.worker.hosting.home import Home
-from libs.worker.hosting.host_link import HostLink
-from libs.worker.hosting.host_links import HostLinks
-from libs.worker.hosting.metrics import MoveMetrics
-from libs.worker.hosting.moving import Move
-from libs.worker.hosting.orders import Refused, Standing, placed_by
-from libs.worker.hosting.pace import Pace
-from libs.worker.hosting.telling import Telling
-from libs.worker.hosting.ways import Away, Return, Way
+from libs.worker.migration.metrics import MoveMetrics
+from libs.worker.migration.owner.connections import HostLinks
+from libs.worker.migration.owner.directions import Away, Return, Way
+from libs.worker.migration.owner.engine import Home
+from libs.worker.migration.owner.migration import Move, Pace
+from libs.worker.migration.owner.orders import Refused, Standing, placed_by
+from libs.worker.migration.owner.remote_host import HostLink
+from libs.worker.migration.owner.updates import Telling
 from libs.worker.settings import WorkerSettings
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from libs.model.config import ModelConfig
 from libs.model.layer import Layer, layer_bytes
 from libs.model.layer_weights import layer_of, layer_tensor_shapes
 from libs.model.model import Model
-from libs.worker.hosting.frames import BadFrame
+from libs.worker.migration.framing import BadFrame
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from libs.engine.hosting.port import HostLost
 from libs.model.layer_weights import layer_tensors, layer_weight_bytes
 from libs.model.model import Model
 from libs.placement.placement import Placed
-from libs.worker.hosting.aside import aside
-from libs.worker.hosting.frames import PIECE_BYTES
-from libs.worker.hosting.home import Home
-from libs.worker.hosting.host_link import HostLink
+from libs.worker.migration.framing import PIECE_BYTES
+from libs.worker.migration.owner.engine import Home
+from libs.worker.migration.owner.remote_host import HostLink
+from libs.worker.migration.threads import run_in_thread
 
 CountWeights = Callable[[int], Awaitable[None]]
 """So many bytes of weights have travelled; returns when more may."""
@@ -118,7 +118,7 @@ class Away:
         if not placed.has_weights_at_home:
             model = await self._home.model_here()
             for layer in placed.module.layers:
-                tensors = await aside(partial(layer_tensors, model.layer(layer)))
+                tensors = await run_in_thread(partial(layer_tensors, model.layer(layer)))
                 for name, tensor in tensors.items():
                     await self._send(host, layer, name, tensor, count_weights)
             model_after = model.without_layers(placed.module.layers)
@@ -170,7 +170,7 @@ class Return:
         model_after: Model | None = None
         if not self._placed.has_weights_at_home:
             model, layers = await self._home.model_here(), self._placed.module.layers
-            loaded = await aside(partial(model.reload_layers, layers))
+            loaded = await run_in_thread(partial(model.reload_layers, layers))
             model_after = model.with_layers(loaded)
         begin = self._home.begin_return(self._placed.move_id, model_after=model_after)
         return await self._beginning.run(begin)

@@ -16,8 +16,8 @@ from libs.engine.hosting.calls import (
     Settle,
     WriteBlocks,
 )
-from libs.worker.hosting.frames import BadFrame, Tensor
-from libs.worker.hosting.messages import (
+from libs.worker.migration.framing import BadFrame, Tensor
+from libs.worker.migration.protocol import (
     AttendCall,
     AttendLentCall,
     CallFacts,

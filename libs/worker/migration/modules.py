@@ -12,15 +12,14 @@ from libs.placement.placement import Placement
 from libs.runtime.roster import Roster, RosterChange
 from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
-from libs.worker.hosting.call_links import CallLinks
-from libs.worker.hosting.guest import ModuleHosting
-from libs.worker.hosting.guest_calls import TakesCalls
-from libs.worker.hosting.home import Home
-from libs.worker.hosting.host_links import HostLinks
-from libs.worker.hosting.incoming_weights import form_of
-from libs.worker.hosting.metrics import MoveMetrics
-from libs.worker.hosting.mover import Mover
-from libs.worker.hosting.server import HostingServer
+from libs.worker.migration.call_links import CallLinks
+from libs.worker.migration.host.calls import TakesCalls
+from libs.worker.migration.host.server import HostingServer, ModuleHosting
+from libs.worker.migration.host.weights import form_of
+from libs.worker.migration.metrics import MoveMetrics
+from libs.worker.migration.owner.connections import HostLinks
+from libs.worker.migration.owner.engine import Home
+from libs.worker.migration.owner.migrations import Mover
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import block_shape_of, fingerprint_of, max_model_len_of
 

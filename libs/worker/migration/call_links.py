@@ -7,9 +7,9 @@ from contextlib import suppress
 from libs.engine.hosting.port import HostLost
 from libs.engine.thread_loop import ThreadLoop
 from libs.transport.port import LinkError, LinkLost, Listener, Transport
-from libs.worker.hosting.across import LoopEnded, across
-from libs.worker.hosting.guest_calls import GuestCalls, TakesCalls
-from libs.worker.hosting.host_calls import HostCalls
+from libs.worker.migration.host.calls import GuestCalls, TakesCalls
+from libs.worker.migration.owner.remote_host import HostCalls
+from libs.worker.migration.threads import LoopEnded, run_on_loop
 
 _CLOSE_SECONDS = 4.0
 """A silent peer is given up before."""
@@ -55,12 +55,12 @@ class CallLinks:
 
     async def listen(self, host: str) -> None:
         """From now on there is an `address`. Raises ListenFailed."""
-        await across(self._loop, self._listen(host))
+        await run_on_loop(self._loop, self._listen(host))
 
     async def accept(self, hosting: TakesCalls) -> None:
         """Take calls of guests, until the listener closes or the loop ends."""
         with suppress(LoopEnded, LinkLost):
-            await across(self._loop, self._accept(hosting))
+            await run_on_loop(self._loop, self._accept(hosting))
 
     async def connect(
         self, worker: str, address: str, on_lost: Callable[[HostCalls, str], None]
@@ -73,7 +73,7 @@ class CallLinks:
             with suppress(RuntimeError):  # the worker has ended, and nobody is left to tell
                 own_loop.call_soon_threadsafe(on_lost, calls, why)
 
-        connecting = asyncio.create_task(across(self._loop, self._connect(worker, address, tell_lost)))
+        connecting = asyncio.create_task(run_on_loop(self._loop, self._connect(worker, address, tell_lost)))
         try:
             return await asyncio.shield(connecting)
         except asyncio.CancelledError:
@@ -86,13 +86,13 @@ class CallLinks:
         """Cut the Link to a host."""
         calls.lose("this side closed the Link")
         with suppress(LoopEnded):  # and all Links with it
-            await across(self._loop, calls.close())
+            await run_on_loop(self._loop, calls.close())
 
     async def close(self) -> None:
         """Cut all Links; what a busy thread has no time for, it does at its end. Idempotent."""
         with suppress(LoopEnded, TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await across(self._loop, self._close())
+                await run_on_loop(self._loop, self._close())
 
     def _drop_unwanted(self, connecting: asyncio.Task[HostCalls]) -> None:
         if not connecting.cancelled() and connecting.exception() is None:

@@ -9,9 +9,8 @@ from libs.engine.hosting.port import HostLost
 from libs.runtime.roster import Roster
 from libs.runtime.runtime import Spawn
 from libs.transport.port import LinkError, Transport
-from libs.worker.hosting.call_links import CallLinks
-from libs.worker.hosting.host_calls import HostCalls
-from libs.worker.hosting.host_link import HostLink
+from libs.worker.migration.call_links import CallLinks
+from libs.worker.migration.owner.remote_host import HostCalls, HostLink
 
 log = structlog.get_logger()
 

@@ -1,8 +1,10 @@
-"""From one event loop to another."""
+"""Work in another thread, and work on the event loop of another."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -17,7 +19,7 @@ class LoopEnded(Exception):
         super().__init__("the loop that this should run on has ended")
 
 
-async def across(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+async def run_on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
     """Does `work` on `loop`, which may be the running one, and gives what it gives; a cancelled wait cancels
     it. Raises LoopEnded."""
     if loop is asyncio.get_running_loop():
@@ -39,3 +41,14 @@ async def across(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) 
     if handed.cancelled():
         raise LoopEnded
     return handed.result()
+
+
+async def run_in_thread(act: Callable[[], T]) -> T:
+    """Runs `act` in a thread of its own, on one core: steps go on meanwhile, and threads of one operation
+    that wait for each other's cores would take them from the engine."""
+
+    def run() -> T:
+        torch.set_num_threads(1)  # of this thread
+        return act()
+
+    return await asyncio.to_thread(run)
