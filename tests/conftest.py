@@ -1,4 +1,4 @@
-"""What all tests share: virtual time, how many examples properties try, Triton's interpreter without a GPU."""
+"""What tests share: virtual time, examples that properties try, Triton's interpreter without a GPU."""
 
 import asyncio
 import os
