@@ -56,3 +56,15 @@ def heads_of(first_layer: int, end_layer: int, kv_heads: tuple[int, ...]) -> Mod
 def lent_blocks(num_layers: int) -> Module:
     """Blocks that the host lends."""
     return Module(kind=ModuleKind.TOKENS, first_layer=0, end_layer=num_layers)
+
+
+def module_in_words(module: Module) -> str:
+    """`layers 20-29`, `KV heads 1, 2 of layers 0-29`, `lent blocks`."""
+    if module.kind is ModuleKind.TOKENS:
+        return "lent blocks"
+    last = module.end_layer - 1
+    layers = f"layer {last}" if module.first_layer == last else f"layers {module.first_layer}-{last}"
+    if module.kind is ModuleKind.LAYERS:
+        return layers
+    heads = ", ".join(str(head) for head in module.kv_heads)
+    return f"KV head{'s' if len(module.kv_heads) > 1 else ''} {heads} of {layers}"

@@ -1,4 +1,4 @@
-"""What follows what in a move.
+"""What a move is named by, and what follows what in it.
 
     planned ► reserving ► copying ► catching_up ► switching ► releasing ► done
        └──────────┴──────────┴───────────┴────────────┴──► rolling_back ► failed
@@ -48,3 +48,19 @@ def can_abandon(phase: MovePhase) -> bool:
 def is_over(phase: MovePhase) -> bool:
     """Whether nothing follows."""
     return phase in (MovePhase.DONE, MovePhase.FAILED)
+
+
+_AUTOMATIC, _MANUAL = "auto", "manual"
+_MILLISECOND_DIGITS = 12
+
+
+def new_move_id(unix_seconds: float, suffix: str, *, is_automatic: bool) -> str:
+    """`auto-<time>-<suffix>` or `manual-..`: it says who wanted the move, and ids sort by
+    age. Modules that are away keep the id, so that placements tell what the loop brought there."""
+    kind = _AUTOMATIC if is_automatic else _MANUAL
+    return f"{kind}-{int(unix_seconds * 1000):0{_MILLISECOND_DIGITS}x}-{suffix}"
+
+
+def is_automatic(move_id: str) -> bool:
+    """Whether the coordinator's loop wanted it."""
+    return move_id.startswith(f"{_AUTOMATIC}-")

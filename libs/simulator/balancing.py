@@ -3,18 +3,33 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from libs.balancing.control_loop import decide
-from libs.balancing.footprint import capacity, module_block_bytes, usable_bytes
-from libs.balancing.ledger import new_move_id
-from libs.balancing.loop_state import LoopState
-from libs.balancing.mesh_view import BringHome, Device, MeshView, MoveAway, Role, UnderWay
-from libs.balancing.prediction import predict_away, predict_home
+from libs.balancing.decide import decide
+from libs.balancing.device_model import (
+    ATTENTION_SHARE,
+    LINK,
+    capacity,
+    module_block_bytes,
+    predict_inbound,
+    predict_outbound,
+    usable_bytes,
+)
 from libs.balancing.settings import BalancingSettings
-from libs.cost.migration import LinkCost, ModelShape, step_overhead_seconds, weight_memory_bytes
+from libs.balancing.state import LoopState
+from libs.balancing.view import (
+    Device,
+    Inbound,
+    Load,
+    MeshView,
+    Outbound,
+    Role,
+    UnderWay,
+    reported_load,
+)
+from libs.cost.migration import ModelShape, step_overhead_seconds, weight_memory_bytes
+from libs.placement.phases import new_move_id
 from libs.placement.placement import Placed, all_home
 from libs.simulator.decode_instance import DecodeInstance
 from libs.simulator.event_loop import Due
@@ -23,6 +38,7 @@ from libs.simulator.prefill_instance import PrefillInstance
 from libs.simulator.shared_devices import device_use, fractions, slowdown
 
 ROUND_SECONDS = 0.5
+_NO_LOAD = Load(compute=0.0, memory=0.0, queue=0.0, occupancy=0.0)
 
 
 class Balancing:
@@ -63,11 +79,11 @@ class Balancing:
             return []
         busy = self._measure()
         view = MeshView(tuple(self._loaded(busy, now)), tuple(self._under_way.values()))
-        decision, self._state, seen = decide(view, self._state, self._settings, now)
-        self.peaks.append(max(one.utilization for one in seen.devices))
+        decision, self._state, report = decide(view, self._state, self._settings, now)
+        self.peaks.append(max(one.utilization for one in report.devices))
         dues = self._set_paces(now, busy)
-        if isinstance(decision, MoveAway | BringHome):
-            dues.append(self._begin(decision, view, now))
+        if isinstance(decision, Outbound | Inbound):
+            dues.append(self._begin(decision, now))
         return [*dues, Due(now + ROUND_SECONDS, self._round)]
 
     def _fresh(self, name: str, num_blocks: int) -> Device:
@@ -79,11 +95,9 @@ class Balancing:
             can_host=True,
             shape=self._model,
             placement=all_home(name, self._model.num_layers, self._model.num_kv_heads),
+            load=_NO_LOAD,
             device_share=self._share,
-            busy_share=0.0,
-            hosted_busy_share=0.0,
-            away_share=0.0,
-            queued_seconds=0.0,
+            hosted_part=0.0,
             tokens_per_second=0.0,
             num_running=0,
             memory_bytes=num_blocks * self._model.block_bytes,
@@ -108,32 +122,39 @@ class Balancing:
         use = device_use(busy, parts)
         loaded: list[Device] = []
         for name, device in self._devices.items():
-            facts = replace(
-                device,
-                busy_share=min(self._share, use[name].own + use[name].hosted),
-                hosted_busy_share=min(self._share, use[name].hosted),
+            queued_seconds, num_used_blocks, tokens_per_second, num_running = self._work_of(name, now)
+            busy_share = min(self._share, use[name].own + use[name].hosted)
+            hosted_busy_share = min(self._share, use[name].hosted)
+            load = reported_load(
+                busy_share=busy_share,
+                hosted_busy_share=hosted_busy_share,
                 away_share=busy[name] * (1 - parts[name][name]),
+                device_share=device.device_share,
+                queued_seconds=queued_seconds,
+                num_used_blocks=num_used_blocks,
+                num_blocks=device.num_blocks,
             )
-            loaded.append(replace(facts, **self._work_of(name, now)))
+            loaded.append(
+                replace(
+                    device,
+                    load=load,
+                    hosted_part=hosted_busy_share / busy_share if busy_share > 0 else 0.0,
+                    tokens_per_second=tokens_per_second,
+                    num_running=num_running,
+                    num_used_blocks=num_used_blocks,
+                )
+            )
         return loaded
 
-    def _work_of(self, name: str, now: float) -> dict[str, Any]:
+    def _work_of(self, name: str, now: float) -> tuple[float, int, float, int]:
+        """Queued seconds, used blocks, tokens a second, running sequences."""
         if prefill := self._prefills.get(name):
-            return {
-                "queued_seconds": prefill.queued_seconds(now),
-                "num_used_blocks": prefill.allocator.num_used,
-                "tokens_per_second": self._prompt_rates[name],
-            }
+            return prefill.queued_seconds(now), prefill.allocator.num_used, self._prompt_rates[name], 0
         decode = self._decodes[name]
-        return {
-            "num_used_blocks": decode.num_reserved_blocks,
-            "num_running": decode.num_running,
-            "tokens_per_second": decode.tokens_per_second,
-        }
+        return 0.0, decode.num_reserved_blocks, decode.tokens_per_second, decode.num_running
 
     def _parts(self) -> dict[str, dict[str, float]]:
-        share = self._settings.attention_share
-        return {name: fractions(device.placement, share) for name, device in self._devices.items()}
+        return {name: fractions(device.placement, ATTENTION_SHARE) for name, device in self._devices.items()}
 
     def _set_paces(self, now: float, busy: dict[str, float]) -> list[Due]:
         parts = self._parts()
@@ -150,33 +171,32 @@ class Balancing:
         return dues
 
     def _overhead_seconds(self, device: Device) -> float:
-        link = LinkCost(self._settings.link_bytes_per_second, self._settings.link_latency_seconds)
         decode = self._decodes.get(device.worker)
         num_tokens = (
             max(1, decode.num_running) if decode else self._prefills[device.worker].shape.max_step_tokens
         )
         return sum(
-            step_overhead_seconds(link, self._model, one.module, num_tokens)
+            step_overhead_seconds(LINK, self._model, one.module, num_tokens)
             for one in device.placement.placed
         )
 
-    def _begin(self, decision: MoveAway | BringHome, view: MeshView, now: float) -> Due:
+    def _begin(self, decision: Outbound | Inbound, now: float) -> Due:
         move_id = new_move_id(now, f"{self.num_moves:06}", is_automatic=True)
         self.num_moves += 1
-        loaded = {one.worker: one for one in view.devices}
-        home, host = loaded[decision.instance], loaded[decision.host]
-        if isinstance(decision, MoveAway):
-            predicted = predict_away(decision, home, host, self._state.loads, self._settings)
+        seen = self._state.devices
+        home, host = seen[decision.instance], seen[decision.host]
+        if isinstance(decision, Outbound):
+            predicted = predict_outbound(decision, home, host)
         else:
-            predicted = predict_home(decision, home, host, self._state.loads, self._settings)
+            predicted = predict_inbound(decision, home, host)
         self._under_way[move_id] = UnderWay(move_id, decision.instance, decision.host)
         ends = partial(self._ends, decision, move_id, predicted.num_blocks)
         return Due(now + predicted.move_seconds, ends)
 
-    def _ends(self, decision: MoveAway | BringHome, move_id: str, num_blocks: int, now: float) -> list[Due]:
+    def _ends(self, decision: Outbound | Inbound, move_id: str, num_blocks: int, now: float) -> list[Due]:
         del self._under_way[move_id]
         home, host = self._devices[decision.instance], self._devices[decision.host]
-        if isinstance(decision, MoveAway):
+        if isinstance(decision, Outbound):
             placed = Placed(
                 move_id=move_id,
                 module=decision.module,

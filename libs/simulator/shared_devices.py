@@ -8,7 +8,7 @@ seconds on its device, and has what others leave it there, half of the share at 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from libs.balancing.footprint import num_slots
+from libs.balancing.device_model import num_slots
 from libs.placement.module import ModuleKind
 from libs.placement.placement import Placement
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from libs.balancing.mesh_view import Device, MeshView, Role, UnderWay
+from libs.balancing.view import Device, MeshView, Role, UnderWay, reported_load
 from libs.bus.messages.migration import PlacementTold
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.cost.migration import shape_of
@@ -91,6 +91,16 @@ def _device(presence: Presence, load: WorkerLoad, told: PlacementTold) -> Device
     shape = shape_of(presence)
     if shape is None:
         return None
+    num_blocks = told.num_blocks or load.num_blocks
+    reported = reported_load(
+        busy_share=load.busy_share,
+        hosted_busy_share=load.hosted_busy_share,
+        away_share=load.away_share,
+        device_share=presence.device_share,
+        queued_seconds=load.queued_seconds,
+        num_used_blocks=load.num_used_blocks,
+        num_blocks=num_blocks,
+    )
     return Device(
         worker=presence.incarnation,
         name=presence.name,
@@ -99,16 +109,14 @@ def _device(presence: Presence, load: WorkerLoad, told: PlacementTold) -> Device
         can_host=bool(presence.hosting_address),
         shape=shape,
         placement=told.placement,
+        load=reported,
         device_share=presence.device_share,
-        busy_share=load.busy_share,
-        hosted_busy_share=load.hosted_busy_share,
-        away_share=load.away_share,
-        queued_seconds=load.queued_seconds,
+        hosted_part=min(1.0, load.hosted_busy_share / load.busy_share) if load.busy_share > 0 else 0.0,
         tokens_per_second=load.tokens_per_second,
         num_running=load.num_running,
         memory_bytes=presence.kv_memory_bytes,
         hosted_bytes=load.num_hosted_bytes,
-        num_blocks=told.num_blocks or load.num_blocks,
+        num_blocks=num_blocks,
         num_used_blocks=load.num_used_blocks,
         num_least_blocks=-(-presence.max_model_len // shape.block_size),
     )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from libs.bus.messages.migration import RoundSeen
+from libs.balancing.view import RoundReport
 
 
 class CoordinatorMetrics:
@@ -38,7 +38,7 @@ class CoordinatorMetrics:
         self.is_leader.set_function(is_leader)
         self.num_moves.set_function(num_moves)
 
-    def saw(self, seen: RoundSeen) -> None:
+    def saw(self, seen: RoundReport) -> None:
         """One round; devices that are gone are told of no more."""
         self.gap.set(seen.gap)
         self.utilization.clear()

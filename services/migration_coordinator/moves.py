@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from libs.balancing.mesh_view import UnderWay
+from libs.balancing.view import UnderWay
 from libs.bus.messages.migration import MoveRecord, PlacementTold
 from libs.placement.phases import HOME_LEFT, MovePhase, is_over
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libs.balancing.mesh_view import BringHome, MoveAway
+from libs.balancing.view import Inbound, Outbound
 from libs.bus.messages.migration import DenialReason, MoveDenied, MoveRecord, PlanMove, StartMove
 from libs.bus.messages.presence import Presence
 from libs.placement.module import Module, ModuleKind
@@ -81,14 +81,14 @@ def order_by_hand(
 
 
 def order_of_loop(
-    decision: MoveAway | BringHome, move_id: str, reason: str, cluster: Cluster, rules: Rules, now: float
+    decision: Outbound | Inbound, move_id: str, reason: str, cluster: Cluster, rules: Rules, now: float
 ) -> Order:
     """Raises Denied where its worker has gone meanwhile."""
     placement = cluster.placement(decision.instance)
     if placement is None:
         raise Denied(DenialReason.INSTANCE_NOT_FOUND, f"the worker {decision.instance} is gone")
     home, host = decision.instance, decision.host
-    if isinstance(decision, BringHome):
+    if isinstance(decision, Inbound):
         placed = placement.get(decision.move_id)
         if placed is None:
             raise Denied(DenialReason.NOT_FOUND, f"nothing of move {decision.move_id} is away")

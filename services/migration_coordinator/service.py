@@ -9,10 +9,9 @@ from typing import NoReturn
 import msgspec
 import structlog
 
-from libs.balancing.control_loop import decide
-from libs.balancing.ledger import is_automatic, new_move_id
-from libs.balancing.loop_state import LoopState, shun
-from libs.balancing.mesh_view import BringHome, Decision, Flip, MoveAway
+from libs.balancing.decide import decide
+from libs.balancing.state import LoopState, back_off
+from libs.balancing.view import Decision, Flip, Inbound, Outbound, RoundReport
 from libs.bus.messages.migration import (
     AbandonMove,
     CancelMove,
@@ -27,14 +26,13 @@ from libs.bus.messages.migration import (
     PlacementTold,
     PlanMove,
     Rounds,
-    RoundSeen,
 )
 from libs.bus.messages.migration import (
     Moves as MovesListed,
 )
 from libs.bus.messages.presence import LoadReport
 from libs.bus.port import BusError, Subscription
-from libs.placement.phases import MovePhase, is_over
+from libs.placement.phases import MovePhase, is_automatic, is_over, new_move_id
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
 from services.migration_coordinator.answers import that_fit
@@ -51,6 +49,10 @@ LEASE = "migration-coordinator"
 QUEUE_GROUP = "coordinators"
 RENEWALS_PER_LEASE = 4
 ORDER_TIMEOUT_SECONDS = 5.0
+STALE_AFTER_SECONDS = 3.0
+"""A worker whose load reports stay out for longer is not used."""
+MAX_HISTORY = 200
+"""Moves that are remembered."""
 
 log = structlog.get_logger()
 
@@ -62,8 +64,8 @@ class CoordinatorService:
         self._settings, self._clock = settings, clock
         self._balancing = balancing_of(settings)
         self._rules = Rules(settings.max_moves, settings.move_deadline_seconds)
-        self._cluster = Cluster(settings.stale_after_seconds)
-        self._moves = Moves(settings.max_history, settings.move_deadline_seconds)
+        self._cluster = Cluster(STALE_AFTER_SECONDS)
+        self._moves = Moves(MAX_HISTORY, settings.move_deadline_seconds)
         self._rounds = RoundLog()
         self._state = LoopState()
         self._roster = Roster()
@@ -117,7 +119,7 @@ class CoordinatorService:
 
     def _came_to_nothing(self, move: MoveRecord) -> None:
         if is_automatic(move.move_id) and not move.is_return:
-            self._state = shun(self._state, move.instance, move.host, self._balancing, self._clock())
+            self._state = back_off(self._state, move.instance, move.host, self._clock())
 
     def _roster_changed(self, change: RosterChange) -> None:
         self._cluster.set_members(self._roster.all())
@@ -206,9 +208,9 @@ class CoordinatorService:
             log.info("move_decided", decision=seen.decision, gap=round(seen.gap, 3))
             self._act(decision, seen, now)
 
-    def _act(self, decision: Decision, seen: RoundSeen, now: float) -> None:
+    def _act(self, decision: Decision, seen: RoundReport, now: float) -> None:
         match decision:
-            case MoveAway() | BringHome():
+            case Outbound() | Inbound():
                 move_id = new_move_id(now, secrets.token_hex(2), is_automatic=True)
                 try:
                     order = order_of_loop(decision, move_id, seen.decision, self._cluster, self._rules, now)
@@ -216,7 +218,7 @@ class CoordinatorService:
                     self._was_denied(denied.answer)
                     return
                 self._rounds.replace_last(msgspec.structs.replace(seen, move_id=move_id))
-                verdict = "brought_home" if isinstance(decision, BringHome) else "moved"
+                verdict = "brought_home" if isinstance(decision, Inbound) else "moved"
                 self._moves.ordered(order.record, now)
                 self._runtime.spawn("order", self._order_automatic(order, verdict))
             case Flip(worker=worker):

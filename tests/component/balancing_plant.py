@@ -3,19 +3,35 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import msgspec
 
-from libs.balancing.control_loop import decide
-from libs.balancing.footprint import capacity, module_block_bytes, usable_bytes
-from libs.balancing.ledger import new_move_id
-from libs.balancing.loop_state import LoopState
-from libs.balancing.mesh_view import BringHome, Decision, Device, Flip, MeshView, MoveAway, Role, UnderWay
-from libs.balancing.prediction import predict_away
+from libs.balancing.decide import decide
+from libs.balancing.device_model import (
+    ATTENTION_SHARE,
+    capacity,
+    module_block_bytes,
+    predict_outbound,
+    usable_bytes,
+)
 from libs.balancing.settings import BalancingSettings
-from libs.bus.messages.migration import RoundSeen
+from libs.balancing.state import LoopState
+from libs.balancing.view import (
+    Decision,
+    Device,
+    Flip,
+    Inbound,
+    MeshView,
+    Outbound,
+    Role,
+    RoundReport,
+    UnderWay,
+    reported_load,
+)
 from libs.cost.migration import ModelShape
 from libs.placement.module import Module, ModuleKind
+from libs.placement.phases import new_move_id
 from libs.placement.placement import Placed, all_home
 
 ROUND_SECONDS = 0.5
@@ -37,9 +53,21 @@ SHAPE = ModelShape(
 NUM_BLOCKS = MEMORY_BYTES // SHAPE.block_bytes
 
 
-def device(worker: str, role: Role = Role.DECODE, shape: ModelShape = SHAPE, **facts: object) -> Device:
+def device(worker: str, role: Role = Role.DECODE, shape: ModelShape = SHAPE, **facts: Any) -> Device:
     """An idle worker, but for what is told."""
     num_blocks = MEMORY_BYTES // shape.block_bytes
+    known: dict[str, Any] = {
+        "device_share": 0.25,
+        "num_used_blocks": 0,
+        "num_blocks": num_blocks,
+        **dict.fromkeys(("busy_share", "hosted_busy_share", "away_share", "queued_seconds"), 0.0),
+        **facts,
+    }
+    reported = {
+        name: known.pop(name) for name in ("busy_share", "hosted_busy_share", "away_share", "queued_seconds")
+    }
+    shares = {name: known[name] for name in ("device_share", "num_used_blocks", "num_blocks")}
+    busy, hosted = reported["busy_share"], reported["hosted_busy_share"]
     idle = Device(
         worker=worker,
         name=worker,
@@ -48,11 +76,9 @@ def device(worker: str, role: Role = Role.DECODE, shape: ModelShape = SHAPE, **f
         can_host=True,
         shape=shape,
         placement=all_home(worker, shape.num_layers, shape.num_kv_heads),
+        load=reported_load(**reported, **shares),
         device_share=0.25,
-        busy_share=0.0,
-        hosted_busy_share=0.0,
-        away_share=0.0,
-        queued_seconds=0.0,
+        hosted_part=min(1.0, hosted / busy) if busy else 0.0,
         tokens_per_second=100.0,
         num_running=8,
         memory_bytes=MEMORY_BYTES,
@@ -61,7 +87,7 @@ def device(worker: str, role: Role = Role.DECODE, shape: ModelShape = SHAPE, **f
         num_used_blocks=0,
         num_least_blocks=num_blocks // 16,
     )
-    return replace(idle, **facts)  # type: ignore[arg-type]  # fields by name
+    return replace(idle, **known)
 
 
 @dataclass
@@ -74,7 +100,7 @@ class Demand:
 
 @dataclass
 class Moving:
-    decision: MoveAway | BringHome
+    decision: Outbound | Inbound
     move_id: str
     rounds_left: int
 
@@ -100,8 +126,8 @@ class Plant:
         self.state, self.now = LoopState(), START_UNIX_SECONDS
         self.moving: list[Moving] = []
         self.switched_at: dict[str, float] = {}
-        self.decisions: list[tuple[float, MoveAway | BringHome | Flip]] = []
-        self.rounds: list[RoundSeen] = []
+        self.decisions: list[tuple[float, Outbound | Inbound | Flip]] = []
+        self.rounds: list[RoundReport] = []
 
     def run(self, num_rounds: int) -> None:
         for _ in range(num_rounds):
@@ -136,12 +162,19 @@ class Plant:
         wanted = (own + hosted) * self._noise()
         busy = min(1.0, wanted) * one.device_share
         num_wanted = int(self.demands[one.worker].memory * NUM_BLOCKS)
-        return replace(
-            one,
+        hosted_part = hosted / (own + hosted) if own + hosted else 0.0
+        num_used_blocks = min(one.num_blocks, int(num_wanted * self._noise()))
+        load = reported_load(
             busy_share=busy,
-            hosted_busy_share=busy * hosted / (own + hosted) if own + hosted else 0.0,
+            hosted_busy_share=busy * hosted_part,
+            away_share=0.0,
+            device_share=one.device_share,
             queued_seconds=max(0.0, wanted - 1.0) * 2,
-            num_used_blocks=min(one.num_blocks, int(num_wanted * self._noise())),
+            num_used_blocks=num_used_blocks,
+            num_blocks=one.num_blocks,
+        )
+        return replace(
+            one, load=load, hosted_part=hosted_part if busy else 0.0, num_used_blocks=num_used_blocks
         )
 
     def _noise(self) -> float:
@@ -151,14 +184,14 @@ class Plant:
         work = self.demands[home.worker].work
         share = len(module.layers) / SHAPE.num_layers
         if module.kind is ModuleKind.HEADS:
-            share *= self.settings.attention_share * len(module.kv_heads) / SHAPE.num_kv_heads
+            share *= ATTENTION_SHARE * len(module.kv_heads) / SHAPE.num_kv_heads
         return work * share
 
     def _work_at_home(self, home: Device) -> float:
         away = sum(self._work_of(home, placed.module) for placed in home.placement.placed)
         return self.demands[home.worker].work - away
 
-    def _begin(self, decision: MoveAway | BringHome | Flip) -> None:
+    def _begin(self, decision: Outbound | Inbound | Flip) -> None:
         if isinstance(decision, Flip):
             before = self.devices.pop(decision.worker)
             reborn = f"{decision.to.value}-{len(self.decisions)}-again"
@@ -179,10 +212,9 @@ class Plant:
     def _switch(self, moving: Moving) -> None:
         decision = moving.decision
         home, host = self.devices[decision.instance], self.devices[decision.host]
-        if isinstance(decision, MoveAway):
-            predicted = predict_away(
-                decision, self._loaded(home), self._loaded(host), self.state.loads, self.settings
-            )
+        if isinstance(decision, Outbound):
+            smoothed = self.state.devices
+            predicted = predict_outbound(decision, smoothed[home.worker], smoothed[host.worker])
             placed = Placed(
                 move_id=moving.move_id,
                 module=decision.module,

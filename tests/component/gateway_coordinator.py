@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from libs.balancing.view import CandidateReport, DeviceSnapshot, RoundReport
 from libs.bus.messages.migration import (
     CancelMove,
-    CandidateSeen,
-    DeviceSeen,
     ExplainRounds,
     Hosted,
     ListMoves,
@@ -18,7 +17,6 @@ from libs.bus.messages.migration import (
     PlacementTold,
     PlanMove,
     Rounds,
-    RoundSeen,
 )
 from libs.bus.port import Bus, Subscription
 from libs.placement.module import Module, heads_of, whole_layers
@@ -38,7 +36,7 @@ class Coordinator:
     answer: MoveAccepted | MoveDenied = field(default_factory=lambda: MoveAccepted(move_id="m1", epoch=0))
     on_plan: Callable[[PlanMove], None] = lambda _: None
     moves: list[MoveRecord] = field(default_factory=list)
-    rounds: list[RoundSeen] = field(default_factory=list)
+    rounds: list[RoundReport] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
     served: list[Subscription] = field(default_factory=list)
 
@@ -117,12 +115,12 @@ def done(**facts: Any) -> MoveRecord:
     return record(MovePhase.DONE, **{**figures, **facts})
 
 
-def seen(number: int = 1, **facts: Any) -> RoundSeen:
+def seen(number: int = 1, **facts: Any) -> RoundReport:
     devices = (
-        DeviceSeen(
+        DeviceSnapshot(
             worker=DECODE, name="decode-0", role="decode", compute=0.9, memory=0.8, queue=0.5, utilization=0.8
         ),
-        DeviceSeen(
+        DeviceSnapshot(
             worker=PREFILL,
             name="prefill-0",
             role="prefill",
@@ -139,10 +137,10 @@ def seen(number: int = 1, **facts: Any) -> RoundSeen:
         "is_balancing": True,
         "decision": "stayed: nothing is worth its cost",
     }
-    return RoundSeen(number=number, **{**known, **facts})
+    return RoundReport(number=number, **{**known, **facts})
 
 
-def candidate(verdict: str = "taken", **facts: Any) -> CandidateSeen:
+def candidate(verdict: str = "taken", **facts: Any) -> CandidateReport:
     known: dict[str, Any] = {
         "instance": DECODE,
         "host": PREFILL,
@@ -152,7 +150,7 @@ def candidate(verdict: str = "taken", **facts: Any) -> CandidateSeen:
         "move_seconds": 0.4,
         "overhead_seconds": 0.0021,
     }
-    return CandidateSeen(verdict=verdict, **{**known, **facts})
+    return CandidateReport(verdict=verdict, **{**known, **facts})
 
 
 HEADS_AWAY = at_home().with_module(placed(heads_of(0, NUM_LAYERS, (2,)), move_id="h1"))

@@ -192,17 +192,17 @@ def test_a_home_that_dies_ends_its_move_in_the_history(run_virtually: Run) -> No
 def test_a_long_history_is_told_as_far_back_as_an_answer_holds(run_virtually: Run) -> None:
     async def scenario() -> None:
         async with coordinator_scene() as scene:
-            home, _, coordinator = await scene.pair(max_history=1000)
+            home, _, coordinator = await scene.pair()
             accepted = await scene.plan("decode-0", "decode-1")
             await home.end(accepted.move_id)
             (done,) = home.moves.values()
-            for number in range(600):
-                long = msgspec.structs.replace(done, move_id=f"m{number}", error="x" * 2000)
+            for number in range(190):
+                long = msgspec.structs.replace(done, move_id=f"m{number}", error="x" * 5000)
                 await home.bus.publish(MoveTold(move=long))
-            await scene.until(lambda: coordinator.service._moves.get("m599") is not None)
+            await scene.until(lambda: coordinator.service._moves.get("m189") is not None)
             told = [one.move_id for one in (await scene.ask(ListMoves())).moves]
-            assert told == [f"m{599 - at}" for at in range(len(told))]
-            assert 150 < len(told) < 600
+            assert told == [f"m{189 - at}" for at in range(len(told))]
+            assert 50 < len(told) < 190
             oldest = await scene.move(accepted.move_id)
             assert oldest is not None
 

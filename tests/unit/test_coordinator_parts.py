@@ -6,8 +6,8 @@ from balancing_plant import SHAPE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.balancing.mesh_view import Role
-from libs.bus.messages.migration import DeviceSeen, MoveRecord, PlacementTold, RoundSeen
+from libs.balancing.view import DeviceSnapshot, Role, RoundReport
+from libs.bus.messages.migration import MoveRecord, PlacementTold
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
 from libs.config.errors import BadSetting
 from libs.placement.module import whole_layers
@@ -121,11 +121,11 @@ def test_the_history_is_bounded_and_forgets_only_what_is_over(told):
         assert len(over) <= max(1, 4)
 
 
-def seen(number: int, num_devices: int = 1) -> RoundSeen:
-    one = DeviceSeen(
+def seen(number: int, num_devices: int = 1) -> RoundReport:
+    one = DeviceSnapshot(
         worker="w" * 16, name="n", role="decode", compute=0.0, memory=0.0, queue=0.0, utilization=0.0
     )
-    return RoundSeen(
+    return RoundReport(
         number=number,
         unix_seconds=0.0,
         devices=(one,) * num_devices,
@@ -230,8 +230,8 @@ def test_a_decode_worker_that_runs_prompts_is_of_both_roles():
 
 
 def test_the_loop_is_told_every_setting_that_it_knows():
-    told = balancing_of(CoordinatorSettings(automatic=False, delta_hi=0.5, expected_link_latency_seconds=1.0))
-    assert (told.acts, told.delta_hi, told.link_latency_seconds) == (False, 0.5, 1.0)
+    told = balancing_of(CoordinatorSettings(automatic=False, delta_hi=0.5, moves_heads=False))
+    assert (told.acts, told.delta_hi, told.moves_heads) == (False, 0.5, False)
     assert balancing_of(CoordinatorSettings()) == type(told)(), "the defaults are the same on both sides"
 
 

@@ -24,13 +24,13 @@ from starlette.requests import Request
 
 from libs.bus.messages.migration import MoveRecord
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
-from libs.placement.module import heads_of, lent_blocks, whole_layers
+from libs.placement.module import heads_of, lent_blocks, module_in_words, whole_layers
 from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import BadPlacement, Placement, all_home
 from services.gateway.api.admin import AdminKey, is_admin_call
 from services.gateway.api.errors import BadRequest, Forbidden, Unauthorized
 from services.gateway.mesh.migration_fields import MigrationRequest, check_shape, plan_of
-from services.gateway.mesh.placement_view import module_words, move_document, placement_document
+from services.gateway.mesh.placement_view import move_document, placement_document
 from services.gateway.mesh.placements import MAX_MOVES, Placements
 from services.gateway.mesh.view import Loads
 
@@ -139,7 +139,7 @@ def test_a_home_that_left_moves_nothing_any_more() -> None:
     ],
 )
 def test_modules_have_words(module: Any, words: str) -> None:
-    assert module_words(module) == words
+    assert module_in_words(module) == words
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.phases import is_automatic, new_move_id
 from libs.placement.placement import BadPlacement, LayerRun, Placed, Placement, all_home
 
 
@@ -110,3 +113,11 @@ def test_lent_blocks_stand_alone() -> None:
 def test_lent_blocks_have_all_layers() -> None:
     with pytest.raises(BadPlacement, match="all 4 layers"):
         HOME.with_module(placed("m", lent_blocks(3)))
+
+
+@given(st.lists(st.floats(1.6e9, 1.9e9), unique=True, min_size=2))
+def test_names_of_moves_are_in_order_of_their_age(times):
+    names = [new_move_id(at, "00", is_automatic=True) for at in sorted(times)]
+    assert names == sorted(names)
+    assert all(is_automatic(name) for name in names)
+    assert not is_automatic(new_move_id(times[0], "00", is_automatic=False))

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
+from libs.balancing.view import RoundReport
 from libs.bus.port import Message, Request
 from libs.placement.module import Module
 from libs.placement.phases import MovePhase
@@ -207,58 +208,13 @@ class ListMoves(Request[Moves], frozen=True, kw_only=True, tag="list_moves"):
     move_id: str = ""
 
 
-class DeviceSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker in one round of the loop, smoothed; shares from 0 to 1 unless they say more."""
-
-    worker: str
-    name: str
-    role: str
-    compute: float
-    memory: float
-    queue: float
-    utilization: float
-    """The weighted sum that is balanced."""
-
-
-class CandidateSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """One move that was considered in a round."""
-
-    instance: str
-    host: str
-    what: str
-    """For people: `layers 20-29`, `KV heads 1 of layers 0-29`, `home: layers 20-29`, `flip to decode`."""
-    benefit: float
-    cost: float
-    move_seconds: float
-    overhead_seconds: float
-    """Added to each step."""
-    verdict: str
-    """`taken`, or why not."""
-
-
-class RoundSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """One round of the loop: what it saw, considered and did."""
-
-    number: int
-    unix_seconds: float
-    devices: tuple[DeviceSeen, ...]
-    gap: float
-    """Largest less least utilization."""
-    is_balancing: bool
-    """Between the two thresholds it goes on doing what it did."""
-    candidates: tuple[CandidateSeen, ...] = ()
-    decision: str
-    """For people, with the reason."""
-    move_id: str = ""
-
-
 class Rounds(msgspec.Struct, frozen=True, kw_only=True, tag="rounds"):
     """Newest first."""
 
     leader: str
     is_automatic: bool
     """False: the loop only watches."""
-    rounds: tuple[RoundSeen, ...]
+    rounds: tuple[RoundReport, ...]
 
 
 class ExplainRounds(Request[Rounds], frozen=True, kw_only=True, tag="explain_rounds"):

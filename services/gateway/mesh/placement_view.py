@@ -7,7 +7,7 @@ import msgspec
 
 from libs.bus.messages.migration import Hosted, MoveRecord, PlacementTold
 from libs.bus.messages.presence import Presence, WorkerLoad
-from libs.placement.module import Module, ModuleKind
+from libs.placement.module import ModuleKind, module_in_words
 from libs.placement.phases import is_over
 from libs.placement.placement import Placed, Placement
 from services.gateway.mesh.placements import HeardPlacement, Placements
@@ -20,18 +20,6 @@ Names = Mapping[str, str]
 def names_of(services: Sequence[Presence]) -> dict[str, str]:
     """Names of the workers that are here."""
     return {p.incarnation: p.name for p in services if p.kind in WORKERS}
-
-
-def module_words(module: Module) -> str:
-    """`layers 20-29`, `KV heads 1, 2 of layers 0-29`, `lent blocks`."""
-    if module.kind is ModuleKind.TOKENS:
-        return "lent blocks"
-    last = module.end_layer - 1
-    layers = f"layer {last}" if module.first_layer == last else f"layers {module.first_layer}-{last}"
-    if module.kind is ModuleKind.LAYERS:
-        return layers
-    heads = ", ".join(str(head) for head in module.kv_heads)
-    return f"KV head{'s' if len(module.kv_heads) > 1 else ''} {heads} of {layers}"
 
 
 def placement_document(
@@ -53,7 +41,7 @@ def move_document(move: MoveRecord, names: Names) -> dict[str, Any]:
     del told["move_id"]
     told["instance_name"] = move.instance_name or names.get(move.instance, "")
     told["host_name"] = move.host_name or names.get(move.host, "")
-    told["what"] = module_words(move.module)
+    told["what"] = module_in_words(move.module)
     told["kind"] = _move_kind(move)
     told["is_over"] = is_over(move.phase)
     return told
@@ -129,7 +117,7 @@ def _placed(placed: Placed, names: Names) -> dict[str, Any]:
     module = placed.module
     return {
         "move_id": placed.move_id,
-        "what": module_words(module),
+        "what": module_in_words(module),
         "first": module.first_layer,
         "end": module.end_layer,
         "kv_heads": list(module.kv_heads),
@@ -143,7 +131,7 @@ def _hosted(hosted: Hosted, names: Names) -> dict[str, Any]:
         "move_id": hosted.move_id,
         "instance": names.get(hosted.home, hosted.home),
         "instance_incarnation": hosted.home,
-        "what": module_words(hosted.module),
+        "what": module_in_words(hosted.module),
         "num_blocks": hosted.num_blocks,
         "num_bytes": hosted.num_bytes,
     }

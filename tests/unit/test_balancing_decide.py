@@ -7,16 +7,17 @@ from balancing_plant import MOVE_ROUNDS, NUM_BLOCKS, ROUND_SECONDS, Plant
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from libs.balancing.device_load import utilization
-from libs.balancing.loop_state import LoopState
-from libs.balancing.mesh_view import BringHome, Decision, Flip, MeshView, MoveAway, Role
-from libs.balancing.prediction import predict_away, predict_home
+from libs.balancing.decide import CALM_ROUNDS
+from libs.balancing.device_model import predict_inbound, predict_outbound
+from libs.balancing.scoring import CALM_UTILIZATION
 from libs.balancing.settings import BalancingSettings
+from libs.balancing.state import COOLDOWN_SECONDS, LoopState
+from libs.balancing.view import Decision, Flip, Inbound, MeshView, Outbound, Role
 from libs.placement.module import ModuleKind
 from libs.placement.placement import check_module
 
 TASTE = BalancingSettings(max_moves=2)
-FLIPPING = BalancingSettings(flips_roles=True, flip_cooldown_seconds=20.0)
+FLIPPING = BalancingSettings(flips_roles=True)
 
 WORKERS = st.integers(0, 3)
 WALKS = st.lists(
@@ -34,8 +35,8 @@ def walk(plant: Plant, steps: list[tuple[int, float, float, int]]) -> None:
 
 
 def check_decision(plant: Plant, view: MeshView, state: LoopState, decision: Decision) -> None:
-    devices = {one.worker: one for one in view.devices}
-    loads = {worker: utilization(one.load, plant.settings) for worker, one in state.loads.items()}
+    devices = state.devices
+    loads = {worker: one.load.utilization for worker, one in state.devices.items()}
     before = max(loads.values())
     moving = {worker for one in view.under_way for worker in (one.instance, one.host)}
     assert len(view.under_way) < plant.settings.max_moves
@@ -43,20 +44,20 @@ def check_decision(plant: Plant, view: MeshView, state: LoopState, decision: Dec
         num_left = sum(one.role is devices[decision.worker].role for one in view.devices) - 1
         assert num_left >= 1
         return
-    assert isinstance(decision, MoveAway | BringHome)
+    assert isinstance(decision, Outbound | Inbound)
     assert not {decision.instance, decision.host} & moving
     home, host = devices[decision.instance], devices[decision.host]
-    if isinstance(decision, MoveAway):
+    if isinstance(decision, Outbound):
         check_module(home.placement, decision.module)
-        predicted = predict_away(decision, home, host, state.loads, plant.settings)
+        predicted = predict_outbound(decision, home, host)
         allowed = before
     else:
         age = plant.now - plant.switched_at[decision.move_id]
-        assert age >= plant.settings.cooldown_seconds, "undone within its cooldown"
-        predicted = predict_home(decision, home, host, state.loads, plant.settings)
-        allowed = max(before, plant.settings.calm_utilization)
-    loads[home.worker] = utilization(predicted.home, plant.settings)
-    loads[host.worker] = utilization(predicted.host, plant.settings)
+        assert age >= COOLDOWN_SECONDS, "undone within its cooldown"
+        predicted = predict_inbound(decision, home, host)
+        allowed = max(before, CALM_UTILIZATION)
+    loads[home.worker] = predicted.owner.utilization
+    loads[host.worker] = predicted.host.utilization
     assert max(loads.values()) <= allowed + 1e-9
     assert predicted.num_blocks >= home.num_used_blocks
 
@@ -95,7 +96,7 @@ def test_under_a_load_that_stays_the_same_nothing_goes_back_and_forth(steps, see
         plant.demands[list(plant.devices)[number]].work = work
         plant.demands[list(plant.devices)[number]].memory = memory
     plant.run(600)
-    moves = [one for _, one in plant.decisions if isinstance(one, MoveAway)]
+    moves = [one for _, one in plant.decisions if isinstance(one, Outbound)]
     away = [(one.instance, one.host, one.module, one.with_weights) for one in moves]
     assert len(away) == len(set(away)), "gone, come home, and gone again"
 
@@ -105,7 +106,7 @@ def test_a_busy_prefill_worker_hands_layers_to_an_idle_decode_worker():
     plant.demands["prefill-0"].work = plant.demands["prefill-1"].work = 1.4
     plant.run(200)
     first = plant.decisions[0][1]
-    assert isinstance(first, MoveAway)
+    assert isinstance(first, Outbound)
     assert first.module.kind is ModuleKind.LAYERS
     assert first.instance.startswith("prefill")
     assert first.host.startswith("decode")
@@ -120,7 +121,7 @@ def test_a_full_decode_pool_grows_by_what_an_idle_prefill_worker_takes():
     before = plant.devices["decode-2"].num_blocks
     plant.run(200)
     first = plant.decisions[0][1]
-    assert isinstance(first, MoveAway)
+    assert isinstance(first, Outbound)
     assert first.module.kind is ModuleKind.HEADS
     assert plant.devices["decode-2"].num_blocks >= 1.3 * before
 
@@ -134,7 +135,7 @@ def test_a_full_decode_pool_grows_by_heads_also_where_the_worker_is_busy():
 
 
 def kinds_away(plant: Plant) -> list[ModuleKind]:
-    return [one.module.kind for _, one in plant.decisions if isinstance(one, MoveAway)]
+    return [one.module.kind for _, one in plant.decisions if isinstance(one, Outbound)]
 
 
 def long_prompts_then_long_answers(memory: float) -> Plant:
@@ -198,15 +199,15 @@ def test_memory_that_is_short_moves_modules_also_where_nothing_is_computed():
 
 
 def test_what_was_moved_is_given_back_when_the_load_is_gone():
-    plant = Plant(BalancingSettings(calm_rounds=20))
+    plant = Plant()
     plant.demands["prefill-0"].work = 1.5
     plant.run(100)
     num_away = sum(len(one.placement.placed) for one in plant.devices.values())
     assert num_away
     plant.demands["prefill-0"].work = 0.05
-    plant.run(60 + num_away * (20 + MOVE_ROUNDS + int(plant.settings.cooldown_seconds / ROUND_SECONDS)))
+    plant.run(60 + num_away * (CALM_ROUNDS + MOVE_ROUNDS + int(COOLDOWN_SECONDS / ROUND_SECONDS)))
     assert not any(one.placement.placed for one in plant.devices.values())
-    returned = [one.move_id for _, one in plant.decisions if isinstance(one, BringHome)]
+    returned = [one.move_id for _, one in plant.decisions if isinstance(one, Inbound)]
     assert returned == sorted(returned), "the oldest first"
 
 
