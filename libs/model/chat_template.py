@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from libs.model.errors import BrokenModel, TemplateError
-from libs.model.gguf_file import read_gguf
+from libs.model.gguf_file import GgufFile, with_header
 from libs.model.hf_config import read_if_there, read_json
 from libs.model.special_tokens import gguf_special_tokens, hf_special_tokens
 
@@ -68,21 +68,22 @@ class ChatTemplate:
 _FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-def load_chat_template(source: Path) -> ChatTemplate:
-    """The chat template of the model at `source` (a path from `find_model`).
+def load_chat_template(source: Path | GgufFile) -> ChatTemplate:
+    """The chat template of the model at `source`: a path from `find_model`, or its header.
 
     A model without one gets ChatML if its vocabulary has ChatML's tokens; else rendering is refused.
 
     Raises:
         BrokenModel: the template does not compile.
     """
-    if source.is_file():
-        metadata = read_gguf(source).metadata
+    files = with_header(source)
+    if isinstance(files, GgufFile):
+        metadata = files.metadata
         template = metadata.get("tokenizer.chat_template")
         tokens = metadata.get("tokenizer.ggml.tokens", [])
         return ChatTemplate(template or _chatml_for(tokens), gguf_special_tokens(metadata))
-    template = _hf_template(source)
-    return ChatTemplate(template or _chatml_for(_hf_added_tokens(source)), hf_special_tokens(source))
+    template = _hf_template(files)
+    return ChatTemplate(template or _chatml_for(_hf_added_tokens(files)), hf_special_tokens(files))
 
 
 def _chatml_for(tokens: Sequence[str]) -> str | None:

@@ -6,7 +6,6 @@ of 128 256: it makes several arrays per string. This takes 0.1 s, and several pr
 
 import mmap
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -83,6 +82,14 @@ def read_gguf(path: Path) -> GgufFile:
     return gguf
 
 
+def with_header(source: Path | GgufFile) -> Path | GgufFile:
+    """The header of a GGUF file, read unless it is read already; a directory stays as it is.
+
+    Raises as `read_gguf` does.
+    """
+    return read_gguf(source) if isinstance(source, Path) and source.is_file() else source
+
+
 class _Cursor:
     """Reads values one after another."""
 
@@ -96,11 +103,7 @@ class _Cursor:
         return value
 
     def string(self) -> str:
-        (size,) = struct.unpack_from("<Q", self.data, self.at)
-        start, self.at = self.at + 8, self.at + 8 + size
-        if self.at > len(self.data):
-            raise ValueError("a string runs past the end")
-        return self.data[start : self.at].decode("utf-8")
+        return self._strings(1)[0]
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -117,8 +120,22 @@ class _Cursor:
             values = list(struct.unpack_from(form, self.data, self.at))
             self.at += struct.calcsize(form)
             return values
-        read: Callable[[], Any] = self.string if kind == _STRING else lambda: self.value(kind)
-        return [read() for _ in range(size)]
+        if kind == _STRING:
+            return self._strings(size)
+        return [self.value(kind) for _ in range(size)]
+
+    def _strings(self, count: int) -> list[str]:
+        """In one loop, without a call for each: a vocabulary has hundreds of thousands."""
+        data, at, end, size_at = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
+        found: list[str] = []
+        for _ in range(count):
+            (size,) = size_at(data, at)
+            start, at = at + 8, at + 8 + size
+            if at > end:
+                raise ValueError("a string runs past the end")
+            found.append(data[start:at].decode())
+        self.at = at
+        return found
 
 
 def _read(path: Path, data: mmap.mmap) -> GgufFile:

@@ -12,18 +12,19 @@ from libs.model.errors import BrokenModel, SourceChanged
 from libs.model.fingerprint import fingerprint
 from libs.model.freed_memory import give_back_freed_memory
 from libs.model.gguf_checkpoint import GgufCheckpoint
-from libs.model.gguf_file import read_gguf
+from libs.model.gguf_file import GgufFile, with_header
 from libs.model.layer import Layer
 from libs.model.safetensors_checkpoint import SafetensorsCheckpoint
 
 
-def open_checkpoint(source: Path, config: ModelConfig) -> Checkpoint:
-    """The weights of the GGUF file or Hugging Face directory `source`.
+def open_checkpoint(source: Path | GgufFile, config: ModelConfig) -> Checkpoint:
+    """The weights of the GGUF file (or its header) or Hugging Face directory `source`.
 
     Raises:
         BrokenModel: the files are missing or damaged.
     """
-    return GgufCheckpoint(read_gguf(source), config) if source.is_file() else SafetensorsCheckpoint(source)
+    files = with_header(source)
+    return GgufCheckpoint(files, config) if isinstance(files, GgufFile) else SafetensorsCheckpoint(files)
 
 
 class LayerFiles:

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from libs.model.assemble import OnProgress, assemble
-from libs.model.config import ModelConfig, within_sliding_window
+from libs.model.config import within_sliding_window
 from libs.model.errors import UnsupportedModel
 from libs.model.fingerprint import fingerprint
 from libs.model.freed_memory import give_back_freed_memory
 from libs.model.gguf_config import gguf_config
-from libs.model.gguf_file import read_gguf
+from libs.model.gguf_file import GgufFile, with_header
 from libs.model.hf_config import read_hf_config
 from libs.model.layer_files import LayerFiles, open_checkpoint
 from libs.model.model import Model
@@ -40,14 +40,12 @@ def load_model(
     if dtype not in _DTYPES:
         raise UnsupportedModel(f"dtype {dtype} is not supported; use one of {', '.join(map(str, _DTYPES))}")
     source = source.absolute()  # layers may be read again after the working directory changed
-    config = within_sliding_window(_config(source), max_model_len)
-    checkpoint = open_checkpoint(source, config)
+    opened = with_header(source)
+    read = gguf_config(opened) if isinstance(opened, GgufFile) else read_hf_config(opened)
+    config = within_sliding_window(read, max_model_len)
+    checkpoint = open_checkpoint(opened, config)
     weights = assemble(config, checkpoint, dtype=dtype, device=torch.device(device), on_progress=on_progress)
     name = fingerprint(config, checkpoint.spans, str(dtype).removeprefix("torch."))
     files = LayerFiles(source, config, name, dtype=dtype, device=torch.device(device))
     give_back_freed_memory()  # what packing needed
     return Model(config, weights, fingerprint=name, layer_source=files)
-
-
-def _config(source: Path) -> ModelConfig:
-    return gguf_config(read_gguf(source)) if source.is_file() else read_hf_config(source)

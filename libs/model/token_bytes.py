@@ -22,7 +22,8 @@ def byte_alphabet() -> dict[str, int]:
     return spelling | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-_ALPHABET = byte_alphabet()
+_TO_LATIN_1 = dict.fromkeys(range(256), 256) | {ord(letter): byte for letter, byte in byte_alphabet().items()}
+"""Spelt letters to the characters of their bytes; what spells no byte stays, or becomes, none of Latin-1."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,10 @@ class Spelling:
     def bytes_of(self, token: str) -> bytes:
         """The bytes of one token, as it is spelt in the vocabulary."""
         if self.is_byte_level:
-            if all(letter in _ALPHABET for letter in token):
-                return bytes(_ALPHABET[letter] for letter in token)
-            return token.encode()  # an added token, which is plain text
+            try:
+                return token.translate(_TO_LATIN_1).encode("latin-1")
+            except UnicodeEncodeError:
+                return token.encode()  # an added token, which is plain text
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
         return token.replace(_WORD_START, " ").encode()

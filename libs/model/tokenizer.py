@@ -3,13 +3,14 @@
 import codecs
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import processors
 
 from libs.model.errors import BrokenModel
 from libs.model.gguf_config import gguf_eos_token_ids
-from libs.model.gguf_file import read_gguf
+from libs.model.gguf_file import GgufFile, with_header
 from libs.model.gguf_tokenizer import build_gguf_tokenizer, gguf_frame
 from libs.model.hf_config import read_eos_token_ids, read_if_there
 from libs.model.special_tokens import gguf_special_tokens, hf_special_tokens
@@ -24,14 +25,12 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size()
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(number for number, token in added.items() if token.special)
-        self._backend = backend
-        self._spelling = spelling_of(backend)
-        self._bytes: dict[int, bytes] = {}
-
-    @property
-    def drops_first_space(self) -> bool:
+        spelling = spelling_of(backend)
+        self.drops_first_space = spelling.drops_first_space
         """Whether text begins without the space that its first token carries (SentencePiece style)."""
-        return self._spelling.drops_first_space
+        self._backend = backend
+        self._bytes = {number: spelling.bytes_of(token) for token, number in backend.get_vocab().items()}
+        self.longest_token_bytes = max(map(len, self._bytes.values()), default=0)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -52,11 +51,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token adds to the text, perhaps part of a character; none for an unknown id."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            token = self._backend.id_to_token(token_id) if token_id >= 0 else None
-            known = self._bytes[token_id] = b"" if token is None else self._spelling.bytes_of(token)
-        return known
+        return self._bytes.get(token_id, b"")
 
 
 class Detokenizer:
@@ -91,18 +86,18 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
 
-def load_tokenizer(source: Path) -> Tokenizer:
-    """The tokenizer of the model at `source` (a path from `find_model`).
+def load_tokenizer(source: Path | GgufFile) -> Tokenizer:
+    """The tokenizer of the model at `source`: a path from `find_model`, or its header.
 
     Raises:
         BrokenModel: its files are missing or damaged.
         UnsupportedModel: it is of a kind that cannot be built exactly.
     """
-    return _from_gguf(source) if source.is_file() else _from_directory(source)
+    files = with_header(source)
+    return _from_gguf(files.metadata) if isinstance(files, GgufFile) else _from_directory(files)
 
 
-def _from_gguf(path: Path) -> Tokenizer:
-    metadata = read_gguf(path).metadata
+def _from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     backend = build_gguf_tokenizer(metadata)
     add_bos, add_eos = gguf_frame(metadata)
     _frame(backend, gguf_special_tokens(metadata), add_bos=add_bos, add_eos=add_eos)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from services.gateway.api.operations import OperationsApi, Readiness
 from services.gateway.generation.answering import AnsweringRules
 from services.gateway.generation.dispatch import Dispatch
 from services.gateway.generation.generation_api import GenerationApi, GenerationRules
-from services.gateway.generation.language import load_language
+from services.gateway.generation.language import Language, load_language
 from services.gateway.generation.live_sessions import LiveSessions
 from services.gateway.generation.model_card import ServedModel, default_name
 from services.gateway.generation.prompt_names import layout_of
@@ -52,10 +53,12 @@ SHOWN_MOVES = 16
 
 
 class GatewayService:
-    """One gateway."""
+    """One gateway. `open_language` loads the tokenizer and the template of a model; tests share one."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: GatewaySettings, *, open_language: Callable[[str], Language] = load_language
+    ) -> None:
+        self._settings, self._open_language = settings, open_language
         self._gate = Gate(settings.max_concurrent_requests)
         self._roster, self._loads, self._placements = Roster(), Loads(), Placements()
         self._loop: LoopWatch | None = None
@@ -97,7 +100,7 @@ class GatewayService:
         runtime.describe(http_address=await self._server.open(), model=settings.model)
         runtime.spawn("http", self._server.wait_ended())
         runtime.progress("loading the tokenizer")
-        self._served.language = await asyncio.to_thread(load_language, settings.model)
+        self._served.language = await asyncio.to_thread(self._open_language, settings.model)
         runtime.describe(detail="", max_model_len=self._served.max_model_len())
 
     async def _subscribe(self, runtime: Runtime) -> None:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from libs.model.chat_template import ChatTemplate, load_chat_template
-from libs.model.config import ModelConfig
 from libs.model.errors import TemplateError
 from libs.model.gguf_config import gguf_config
-from libs.model.gguf_file import read_gguf
+from libs.model.gguf_file import GgufFile, with_header
 from libs.model.hf_config import read_hf_config
 from libs.model.source import find_model
 from libs.model.tokenizer import Detokenizer, Tokenizer, load_tokenizer
@@ -30,11 +29,10 @@ class Language:
     template: ChatTemplate
     vocab_size: int
     max_position_embeddings: int
-    longest_token_bytes: int
 
     def check_text(self, num_bytes: int, param: str) -> None:
         """Raises ContextTooLong for a text that cannot fit, before any time goes into its tokens."""
-        limit_bytes = self.max_position_embeddings * self.longest_token_bytes
+        limit_bytes = self.max_position_embeddings * self.tokenizer.longest_token_bytes
         if num_bytes > limit_bytes:
             raise ContextTooLong(
                 f"a text of {num_bytes} bytes has more tokens than this model's context of "
@@ -102,14 +100,13 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int
 
 def load_language(model: str) -> Language:
     """Blocks for a moment; raises `libs.model.errors.ModelError`."""
-    source = find_model(model)
-    config: ModelConfig = gguf_config(read_gguf(source)) if source.is_file() else read_hf_config(source)
-    tokenizer = load_tokenizer(source)
+    files = with_header(find_model(model))
+    config = gguf_config(files) if isinstance(files, GgufFile) else read_hf_config(files)
+    tokenizer = load_tokenizer(files)
     return Language(
         tokenizer=tokenizer,
-        template=load_chat_template(source),
+        template=load_chat_template(files),
         vocab_size=min(tokenizer.vocab_size, config.vocab_size),
-        longest_token_bytes=max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)),
         max_position_embeddings=config.max_position_embeddings,
     )
 
