@@ -49,7 +49,7 @@ layers: $(DEV)
 	$(BIN)/lint-imports
 
 bench: $(DEV)  ## what this machine reaches, with ratios
-	$(BIN)/python -m services.bench $(ARGS)
+	$(BIN)/python -m tests.bench $(ARGS)
 
 loadtest: $(RUNTIME)  ## load a running server: make loadtest ARGS="--rate 4 --duration 30"; --help lists all
 	@$(BIN)/python -m loadtest $(ARGS)

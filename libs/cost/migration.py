@@ -178,41 +178,6 @@ def move_seconds(link: LinkCost, weight_bytes: float, kv_bytes: float, *, sync_s
     return (weight_bytes + kv_bytes) / link.bytes_per_second + sync_seconds
 
 
-def pause_away_seconds(
-    rewrite_bytes_per_second: float,
-    shape: ModelShape,
-    module: Module,
-    num_live_blocks: float,
-    *,
-    num_sequences: float,
-) -> float:
-    """How long, at the least, a switch on the way out keeps the home from its steps. What the step before it
-    wrote, a block of each decoding sequence, is copied out and sent, and not waited for; what stays of the
-    live blocks is copied to its place in the new layout. Lent blocks take nothing along and change none."""
-    if module.kind is ModuleKind.TOKENS:
-        return 0.0
-    leaving_bytes = kv_bytes(shape, module, num_sequences)
-    staying_bytes = num_live_blocks * shape.block_bytes - kv_bytes(shape, module, num_live_blocks)
-    return (leaving_bytes + staying_bytes) / rewrite_bytes_per_second
-
-
-def pause_home_seconds(
-    link: LinkCost,
-    rewrite_bytes_per_second: float,
-    shape: ModelShape,
-    module: Module,
-    num_live_blocks: float,
-    *,
-    num_sequences: float,
-) -> float:
-    """The same on the way home. The home waits for what the step before wrote at the host; then all of the
-    live blocks is copied, what stayed to its place in the new layout, and what came home into it. Of lent
-    blocks only those in use, which are the live ones here."""
-    asked = link.latency_seconds
-    came = send_seconds(link, kv_bytes(shape, module, num_sequences))
-    return asked + came + num_live_blocks * shape.block_bytes / rewrite_bytes_per_second
-
-
 def layer_overhead_seconds(
     link: LinkCost,
     out_bytes: float,

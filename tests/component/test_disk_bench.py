@@ -2,16 +2,15 @@ from pathlib import Path
 
 import pytest
 
-from services.bench import disk_rates
-from services.kv_store.disk import bench
+from tests.bench import disk
 
 
 async def test_the_bench_gives_a_rate_for_every_way_to_read_and_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    monkeypatch.setattr(bench, "NUM_BLOCKS", 40)
-    measured = await bench.measure(tmp_path)
+    monkeypatch.setattr(disk, "ROUNDS", 1)
+    monkeypatch.setattr(disk, "NUM_BLOCKS", 40)
+    measured = await disk.measure(tmp_path)
     rates = {name: value for name, value in measured.items() if "stall" not in name}
     kinds = ("plain read", "tier read", "tier read by layer", "rocksdb get")
     expected = {f"{kind}, {cache}" for kind in kinds for cache in ("warm", "cold")}
@@ -20,5 +19,5 @@ async def test_the_bench_gives_a_rate_for_every_way_to_read_and_write(
 
 
 def test_the_storage_is_named_by_its_file_system_and_device(tmp_path: Path) -> None:
-    assert " on " in disk_rates._storage(tmp_path)
-    assert disk_rates._storage(Path("/proc")).startswith("proc")
+    assert " on " in disk._storage(tmp_path)
+    assert disk._storage(Path("/proc")).startswith("proc")

@@ -18,7 +18,6 @@ from engine_harness import (
 )
 
 from kernels.paged_attention.reference import ReferenceAttention
-from libs.engine.bench import measure_engine
 from libs.engine.errors import (
     BadBlocks,
     DuplicateSequence,
@@ -30,6 +29,7 @@ from libs.engine.errors import (
 from libs.engine.outputs import TokenOutput
 from libs.model.model import Model
 from libs.request.outcome import FailureReason
+from tests.bench.engine import engine_rates
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_the_load_counts_what_is_held_and_waited_for(model: Model) -> None:
 
 
 def test_the_measurement_measures(model: Model) -> None:
-    rates = measure_engine(
+    rates = engine_rates(
         model, num_seqs=(1, 3), num_context_tokens=12, num_prompt_tokens=30, num_steps=4, num_repeats=1
     )
     assert set(rates.decode_tokens_per_second) == {1, 3}

@@ -16,8 +16,6 @@ from libs.cost.migration import (
     layer_overhead_seconds,
     module_token_bytes,
     move_seconds,
-    pause_away_seconds,
-    pause_home_seconds,
     run_overhead_seconds,
     send_seconds,
     shape_of,
@@ -114,29 +112,6 @@ def test_only_whole_layers_bring_weights() -> None:
     assert weight_bytes(OF_13B, lent_blocks(40), with_weights=True) == 0
 
 
-BLOCK_BYTES = 16 * 40 * 8 * 2 * 128 * 2
-"""Of the model with grouped queries; an eighth of it is KV of two heads in half of the layers."""
-
-
-def test_a_switch_away_pauses_to_copy_what_stays_and_the_last_of_what_leaves_and_not_for_the_host() -> None:
-    pause = pause_away_seconds(5e9, GROUPED, heads_of(0, 20, (0, 1)), 300, num_sequences=16)
-    assert pause == pytest.approx((300 * (1 - 1 / 8) + 16 / 8) * BLOCK_BYTES / 5e9)
-    everything = pause_away_seconds(5e9, GROUPED, whole_layers(0, 40), 300, num_sequences=16)
-    assert everything == pytest.approx(16 * BLOCK_BYTES / 5e9)
-
-
-def test_a_switch_home_pauses_for_the_last_blocks_and_to_copy_all() -> None:
-    pause = pause_home_seconds(LINK, 5e9, GROUPED, heads_of(0, 20, (0, 1)), 300, num_sequences=16)
-    last = 16 * BLOCK_BYTES / 8
-    assert pause == pytest.approx(2 * LINK.latency_seconds + last / 1e9 + 300 * BLOCK_BYTES / 5e9)
-
-
-def test_lent_blocks_change_no_layout_and_only_those_in_use_come_home() -> None:
-    assert pause_away_seconds(5e9, GROUPED, lent_blocks(40), 300, num_sequences=16) == 0.0
-    pause = pause_home_seconds(LINK, 5e9, GROUPED, lent_blocks(40), 12, num_sequences=0)
-    assert pause == pytest.approx(2 * LINK.latency_seconds + 12 * BLOCK_BYTES / 5e9)
-
-
 def test_remote_attention_hides_behind_the_homes_own() -> None:
     def overhead(local: float) -> float:
         return layer_overhead_seconds(
@@ -225,7 +200,6 @@ def test_a_faster_link_never_costs_more(
     late = LinkCost(link.bytes_per_second, link.latency_seconds + slower)
     for cost in (
         lambda one: step_overhead_seconds(one, *cut, num),
-        lambda one: pause_home_seconds(one, 1e9, *cut, num, num_sequences=num),
         lambda one: move_seconds(one, 1e9, kv_bytes(*cut, num)),
         lambda one: send_seconds(one, num),
     ):

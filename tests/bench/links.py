@@ -1,6 +1,5 @@
 """Links between two processes, measured: idle cost, round trip, bandwidth, how soon a death is seen. Beside
-them, in the same run, a plain asyncio socket and memcpy. `python -m libs.transport.bench` prints the
-figures."""
+them, in the same run, a plain asyncio socket and memcpy."""
 
 import asyncio
 import os
@@ -15,7 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from libs.transport.bench_peer import (
+from libs.transport.choose import TransportKind, make_transport
+from libs.transport.memory import Bytes, as_memory, copy_to_host
+from libs.transport.port import Link, LinkLost
+from tests.bench.figures import Figure, Say
+from tests.bench.link_peer import (
     BODY_MIB,
     DEADLINE_SECONDS,
     ECHO,
@@ -29,9 +32,6 @@ from libs.transport.bench_peer import (
     measure_socket,
     num_bodies,
 )
-from libs.transport.choose import TransportKind, make_transport
-from libs.transport.memory import Bytes, as_memory, copy_to_host
-from libs.transport.port import Link, LinkLost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -42,21 +42,50 @@ HOP_KIB = 40
 """What a step of 16 sequences sends to a host that attends with two of three KV heads in float32."""
 
 
-def measure_transport() -> dict[str, float]:
-    """Figures by name, units in the names. Starts second processes of its own and ends them; about 20 s."""
-    return asyncio.run(_measure())
+PEERS = {"ucx": "plain socket", "shm": "memcpy"}
+AT_LEAST = {"ucx: 16 MiB, GB/s": 3.5, "shm: 16 MiB, GB/s": 8.0}
+AT_MOST = {
+    "ucx: 64 B round trip p50, us": 120.0,
+    "ucx: idle CPU with a receive pending, percent": 1.0,
+    "shm: idle CPU with a receive pending, percent": 1.0,
+    "ucx: death of the peer seen after, s": 1.0,
+    "shm: death of the peer seen after, s": 1.0,
+}
+
+
+def measure_links(say: Say) -> list[Figure]:
+    """Starts second processes of its own and ends them; about 20 s. UCX over tcp is compared with a plain
+    socket, shared memory with memcpy."""
+    say("Links over UCX and shared memory, with a second process")
+    measured = asyncio.run(_measure())
+    return [_figure(name, measured) for name in measured]
+
+
+def _figure(name: str, measured: dict[str, float]) -> Figure:
+    kind, _, what = name.partition(": ")
+    title, _, unit = name.rpartition(", ")
+    peer = PEERS.get(kind, "")
+    return Figure(
+        title,
+        measured[name],
+        unit,
+        reference=measured.get(f"{peer}: {what}"),
+        reference_name=peer,
+        at_least=AT_LEAST.get(name),
+        at_most=AT_MOST.get(name),
+    )
 
 
 async def _measure() -> dict[str, float]:
     figures: dict[str, float] = {}
     kinds: tuple[TransportKind, ...] = ("ucx", "shm")
     for kind in kinds:
-        async with _other_process(kind) as (process, address):
+        async with other_process(kind) as (process, address):
             transport = make_transport(kind, f"bench-{os.getpid()}", SECRET)
             link = await transport.connect(address, timeout_seconds=DEADLINE_SECONDS)
             figures |= await _named(kind, _measure_link(link, process))
             await transport.close()
-    async with _other_process("socket") as (_, address):
+    async with other_process("socket") as (_, address):
         figures |= await _named("plain socket", measure_socket(address, _round_trips))
     return figures | {f"memcpy: {mib} MiB, GB/s": _memcpy_gigabytes_per_second(mib) for mib in BODY_MIB}
 
@@ -66,9 +95,10 @@ async def _named(prefix: str, measuring: Awaitable[dict[str, float]]) -> dict[st
 
 
 @asynccontextmanager
-async def _other_process(kind: str) -> "AsyncGenerator[tuple[asyncio.subprocess.Process, str]]":
+async def other_process(kind: str) -> "AsyncGenerator[tuple[asyncio.subprocess.Process, str]]":
+    """A second process that serves Links of this kind, or a plain socket; and its address."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "libs.transport.bench_peer", kind, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "tests.bench.link_peer", kind, stdout=asyncio.subprocess.PIPE
     )
     try:
         if process.stdout is None:
@@ -154,8 +184,3 @@ def _memcpy_gigabytes_per_second(mib: int) -> float:
     for _ in range(num_copies):
         copy_to_host(source, target)
     return num_copies * target.nbytes / (time.perf_counter() - begun) / 1e9
-
-
-if __name__ == "__main__":
-    for figure_name, figure in measure_transport().items():
-        print(f"{figure_name:60} {figure:10.2f}")

@@ -10,6 +10,7 @@ from libs.bus.messages.generation import Place, Placed, Refused, TokenDelta, Tok
 from libs.bus.nats_bus import NatsBus
 from libs.bus.nats_server import NatsServer
 from libs.bus.port import BusError
+from tests.bench.figures import Figure, Say
 
 NUM_REQUESTS = 2000
 NUM_IN_FLIGHT = 16
@@ -24,7 +25,13 @@ _FRAME = TokenFrame(
 )
 
 
-async def measure_bus() -> dict[str, float]:
+def measure_bus(say: Say) -> list[Figure]:
+    """Messages of the mesh through a broker of its own."""
+    say("requests and publishes over NATS")
+    return [Figure(name, value, "") for name, value in asyncio.run(measure()).items()]
+
+
+async def measure() -> dict[str, float]:
     """Seconds of a placement's round trip, rates of placements and of token frames, and for how many seconds
     a restarted broker keeps an asker from its next answer."""
     with tempfile.TemporaryDirectory() as state_dir:

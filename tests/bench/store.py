@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from libs.kv.block_tree import MEMORY, BlockTree
 from libs.kv.layer_groups import layers_per_frame
 from libs.kv.names import NAME_BYTES
 from libs.kv.tensors import BlockShape
-from libs.transport.bench_peer import DEADLINE_SECONDS, SECRET, SINK, TELL
 from libs.transport.choose import make_transport
 from libs.transport.frames import Fetch, Fetched, decode_header, encode_header
 from libs.transport.memory import Bytes
@@ -35,7 +34,9 @@ from libs.transport.port import Link
 from libs.worker.stores.metrics import StoreMetrics
 from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.store_link import FetchResult, StoreLink
-from services.bench.figures import Figure
+from tests.bench.figures import Figure, Say
+from tests.bench.link_peer import DEADLINE_SECONDS, SECRET, SINK, TELL
+from tests.bench.links import other_process
 
 NUM_LAYERS = 30
 SHAPE = BlockShape(num_kv_heads=3, block_size=16, head_dim=64, dtype=torch.bfloat16)
@@ -49,8 +50,6 @@ NUM_IN_FLIGHT = 3
 
 MIB = 1 << 20
 NUM_NAMES, CHAIN_BLOCKS, NUM_LOOKUPS = 5_000_000, 1000, 300
-
-Say = Callable[[str], None]
 
 
 def measure_store(say: Say) -> list[Figure]:
@@ -68,7 +67,7 @@ async def _measure_rates(say: Say) -> list[Figure]:
         await server.start()
         stack.push_async_callback(server.stop)
         store_address = await stack.enter_async_context(_store(server.url))
-        peer_address = await stack.enter_async_context(_link_peer())
+        _, peer_address = await stack.enter_async_context(other_process("ucx"))
         transport = make_transport("ucx", f"bench-{os.getpid()}", SECRET)
         stack.push_async_callback(transport.close)
         bare = await transport.connect(peer_address, timeout_seconds=DEADLINE_SECONDS)
@@ -212,21 +211,6 @@ async def _ready_address(bus: NatsBus) -> str:
                 if presence.kind is ServiceKind.KV_STORE and presence.state is ServiceState.READY:
                     return presence.link_address
     raise RuntimeError("the bus closed before the store was there")
-
-
-@asynccontextmanager
-async def _link_peer() -> AsyncGenerator[str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "libs.transport.bench_peer", "ucx", stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        if process.stdout is None:
-            raise RuntimeError("a pipe was asked for")
-        yield (await process.stdout.readline()).decode().strip()
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 def measure_index() -> list[Figure]:

@@ -6,14 +6,13 @@ that has a memory of its own: what an idle one does not use is lost, unless modu
 
 import math
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from services.bench.balance_load import Phase, Seen, moves_in, run_phase, wait_for_all
-from services.bench.balance_simulated import predicted_gain
-from services.bench.figures import Figure
-from services.bench.mesh_overhead import running_mesh
+from tests.bench.balance_load import Phase, Seen, moves_in, run_phase, wait_for_all
+from tests.bench.figures import Figure, Say
+from tests.bench.mesh import running_mesh
 
 AIM = 1.3
 SHARE = 0.25
@@ -62,7 +61,7 @@ class Outcome:
         return sum(one.tokens_per_second for one in self.phases) / len(self.phases)
 
 
-def measure_balance(say: Callable[[str], None]) -> list[Figure]:
+def measure_balance(say: Say) -> list[Figure]:
     """Less than six minutes."""
     off = _skewed(OFF, say)
     on = _skewed(ON, say, off.paced_rate)
@@ -70,7 +69,7 @@ def measure_balance(say: Callable[[str], None]) -> list[Figure]:
     return [*skewed_figures(off, on), *crowded_figures(crowded_off, crowded_on)]
 
 
-def _skewed(switch: str, say: Callable[[str], None], paced_rate: float | None = None) -> Outcome:
+def _skewed(switch: str, say: Say, paced_rate: float | None = None) -> Outcome:
     """First prefill workers are short, then they have time again, then decode workers are short."""
     long_prompts, long_answers = SKEWED
     with _mesh(NUM_BLOCKS, "--max-model-len", "1280", switch, *LAYERS_ONLY) as url:
@@ -83,13 +82,13 @@ def _skewed(switch: str, say: Callable[[str], None], paced_rate: float | None = 
         return Outcome([prompts, _run(url, long_answers, switch, say)], at_pace, rate)
 
 
-def _run(url: str, phase: Phase, switch: str, say: Callable[[str], None]) -> Seen:
+def _run(url: str, phase: Phase, switch: str, say: Say) -> Seen:
     load = f"{phase.rate:.2f} a second" if phase.rate else f"{phase.num_clients} clients"
     say(f"coordinator {WORDS[switch]}: {phase.name}, {load}")
     return run_phase(url, phase)
 
 
-def _crowded(switch: str, say: Callable[[str], None]) -> Seen:
+def _crowded(switch: str, say: Say) -> Seen:
     with _mesh(NUM_SMALL_BLOCKS, "--max-model-len", "512", switch, *HEADS_ONLY) as url:
         return _run(url, CROWDED, switch, say)
 
@@ -106,15 +105,6 @@ def _mesh(num_decode_blocks: int, *flags: str) -> Generator[str]:
 
 def skewed_figures(off: Outcome, on: Outcome) -> list[Figure]:
     """On against off, by phase and together."""
-    long_prompts, long_answers = off.phases
-    predicted = predicted_gain(
-        long_prompts,
-        long_answers,
-        device_share=SHARE,
-        num_blocks=NUM_BLOCKS,
-        max_step_tokens=MAX_STEP_TOKENS,
-    )
-    gain = on.tokens_per_second / off.tokens_per_second
     figures = [
         Figure(
             "skewed load: tokens/s, coordinator on",
@@ -124,7 +114,6 @@ def skewed_figures(off: Outcome, on: Outcome) -> list[Figure]:
             "off",
             at_least=AIM * off.tokens_per_second,
         ),
-        Figure("skewed load: times as many tokens/s", gain, "", predicted, "simulator"),
     ]
     for phase, without, with_moves in zip(SKEWED, off.phases, on.phases, strict=True):
         figures += _phase_figures(phase.name, without, with_moves)

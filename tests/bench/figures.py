@@ -6,6 +6,9 @@ from typing import Any
 
 from rich.table import Table
 
+Say = Callable[[str], None]
+"""Shows what is measured now."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -36,11 +39,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """Figures that are measured together. `measure` says what it does by its argument, a line at a time."""
+    """Figures that are measured together."""
 
     name: str
     title: str
-    measure: Callable[[Callable[[str], None]], list[Figure]]
+    measure: Callable[[Say], list[Figure]]
 
 
 def as_record(figure: Figure) -> dict[str, Any]:

@@ -96,12 +96,6 @@ class Seen:
         counts = [sum(load["num_running"] for load in _of(kind, look)) for look in self.loads]
         return statistics.fmean(counts[len(counts) // 2 :] or [0])
 
-    def busy_seconds(self, kind: str, *, of_steps: bool) -> float:
-        """What a token costs the workers of that kind, or a step of all their sequences."""
-        loads = [load for look in self.loads for load in _of(kind, look) if load["num_running"]]
-        done = sum(load["tokens_per_second"] / (load["num_running"] if of_steps else 1) for load in loads)
-        return sum(load["busy_share"] for load in loads) / done if done else 0.0
-
 
 def wait_for_all(url: str, *, num_workers: int) -> None:
     """Until so many workers and the coordinator's loop take part: a pair of workers is enough for /ready."""

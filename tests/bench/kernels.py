@@ -9,6 +9,7 @@ from kernels.linear.choose import pack_linear
 from kernels.paged_attention.choose import choose_paged_attention
 from kernels.paged_attention.contract import AttentionBatch, PagedAttention
 from kernels.paged_attention.torch_sdpa import TorchAttention
+from tests.bench.figures import Figure, Say
 
 _SECONDS_EACH = 0.25
 _HEAD_DIM, _NUM_KV_HEADS, _GROUP, _BLOCK_SIZE = 64, 3, 3, 16
@@ -17,9 +18,15 @@ _SKINNY, _SKINNY_ROWS = (49152, 576), (1, 8, 32)
 _LARGE, _LARGE_ROWS = (3072, 576), 512
 
 
-def measure_kernels() -> dict[str, float]:
-    """A few seconds, in bfloat16, with the threads that torch has now; names carry their units."""
-    return {**_linear(), **_attention()}
+def measure_kernels(say: Say) -> list[Figure]:
+    """A few seconds, in bfloat16, with the threads that torch has now."""
+    say("each kernel against torch")
+    return [_figure(name, value) for name, value in (_linear() | _attention()).items()]
+
+
+def _figure(name: str, value: float) -> Figure:
+    title, _, unit = name.rpartition(": ")
+    return Figure(title, value, unit)
 
 
 def _linear() -> dict[str, float]:

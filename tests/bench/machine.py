@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.bench.figures import Figure, Say
+
 
 @dataclass(frozen=True)
 class MachineRates:
@@ -27,6 +29,16 @@ def best_seconds(run: Callable[[], object], *, repeats: int = 10) -> float:
         run()
         best = min(best, time.perf_counter() - begin)
     return best
+
+
+def machine_figures(say: Say) -> list[Figure]:
+    """The rates that others are compared with."""
+    say("copy and matrix multiplication in torch")
+    rates, threads = measure_machine(), torch.get_num_threads()
+    return [
+        Figure(f"copy bandwidth, {threads} threads", rates.copy_bytes_per_second / 1e9, "GB/s"),
+        Figure(f"bf16 GEMM rate, {threads} threads", rates.gemm_flops_per_second / 1e9, "GFLOP/s"),
+    ]
 
 
 def measure_machine() -> MachineRates:

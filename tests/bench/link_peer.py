@@ -1,5 +1,5 @@
 """The second process of the bench, and the plain socket that Links are held against.
-`python -m libs.transport.bench_peer KIND` prints its address and serves until it is killed."""
+`python -m tests.bench.link_peer KIND` prints its address and serves until it is killed."""
 
 import asyncio
 import socket

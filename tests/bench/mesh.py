@@ -1,34 +1,60 @@
-"""What the mesh adds to the engine, in time to first token and inter-token latency, measured in one run."""
+"""Time to first token and inter-token latency of the mesh and of the engine alone, in one run."""
 
 import asyncio
-import contextlib
 import json
 import random
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from libs.engine.engine import Engine
 from libs.engine.settings import EngineSettings
+from libs.model.load import find_model, load_model
 from libs.model.model import Model
 from libs.placement.placement import Placement
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
+from tests.bench.figures import Figure, Say
+from tests.system.black_box import Mesh
 
 NUM_STREAMS = 8
 ANSWER_TOKENS = 64
 NUM_PROMPTS = 12
-START_SECONDS = 120.0
+PROMPT_TOKENS = (64, 512)
+MODEL = "smollm2-135m-instruct"
+MESH = ("--dtype", "bfloat16", "--threads", "1")
+
+
+def measure_mesh(say: Say) -> list[Figure]:
+    """HTTP, router, hand-over and bus on top of the engine, with the same threads per worker."""
+    model = load_model(find_model(MODEL), dtype=torch.bfloat16)
+    say("the engine alone, one thread")
+    alone = asyncio.run(_measure_engine(model, PROMPT_TOKENS, num_threads=1))
+    say("the mesh, one thread per worker")
+    with running_mesh(*MESH) as url:
+        meshed = asyncio.run(_measure_mesh(url, PROMPT_TOKENS, model.config.vocab_size))
+    figures: list[Figure] = []
+    for length in PROMPT_TOKENS:
+        mesh_ms, alone_ms = meshed.ttft_seconds[length] * 1e3, alone.ttft_seconds[length] * 1e3
+        figures += [
+            Figure(f"TTFT, {length} tokens", mesh_ms, "ms", alone_ms, "engine alone"),
+            Figure(f"TTFT, {length} tokens: added by the mesh", mesh_ms - alone_ms, "ms", at_most=10.0),
+        ]
+    mesh_ms, alone_ms = meshed.inter_token_seconds * 1e3, alone.inter_token_seconds * 1e3
+    added = 100 * (mesh_ms / alone_ms - 1)
+    return [
+        *figures,
+        Figure(f"inter-token latency, {NUM_STREAMS} streams", mesh_ms, "ms", alone_ms, "engine alone"),
+        Figure("inter-token latency: added by the mesh", added, "%", at_most=10.0),
+    ]
 
 
 @dataclass(frozen=True)
@@ -78,7 +104,7 @@ class _Stopwatch:
         raise RuntimeError(f"the engine failed: {failure}")
 
 
-async def measure_engine_alone(model: Model, prompt_lengths: Sequence[int], *, num_threads: int) -> Latency:
+async def _measure_engine(model: Model, prompt_lengths: Sequence[int], *, num_threads: int) -> Latency:
     """The engine with prompts and decode in one process, no bus, no HTTP."""
     watch, source = _Stopwatch(), random.Random(1)
     settings = EngineSettings(num_blocks=1024, max_model_len=2048, num_threads=num_threads)
@@ -118,35 +144,14 @@ def _median_gap(arrivals: list[list[float]]) -> float:
     return statistics.median((span[-1] - span[0]) / (len(span) - 1) for span in spans if len(span) > 1)
 
 
-@contextlib.contextmanager
+@contextmanager
 def running_mesh(*flags: str) -> Generator[str]:
-    """`kvmesh up` as a child on a free port; yields its address; gone when the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as state_dir:
-        output = Path(state_dir, "up.txt")
-        command = [sys.executable, "-m", "services.up", "--port", str(port), "--state-dir", state_dir, *flags]
-        with output.open("wb") as file:
-            up = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            _wait_ready(f"http://127.0.0.1:{port}", up, output)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            up.send_signal(signal.SIGINT)
-            up.wait(timeout=60)
-
-
-def _wait_ready(url: str, up: subprocess.Popen[bytes], output: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if up.poll() is not None:
-            raise RuntimeError(f"the mesh ended with {up.returncode}: {output.read_text()}")
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url + "/ready").status_code == 200:
-                return
-        time.sleep(0.1)
-    raise RuntimeError(f"the mesh is not ready after {START_SECONDS} s: {output.read_text()}")
+    """`up` on a free port, as the tests start it; yields its address; gone when the block ends."""
+    with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder, ExitStack() as stack:
+        mesh = Mesh(Path(folder), *flags)
+        stack.callback(mesh.stop)
+        mesh.wait_ready()
+        yield mesh.url
 
 
 async def _stream(client: httpx.AsyncClient, prompt: list[int], max_tokens: int) -> list[float]:
@@ -172,7 +177,7 @@ def _has_text(line: str) -> bool:
     return line.startswith("data: {") and bool(json.loads(line[6:])["choices"])
 
 
-async def measure_mesh(url: str, prompt_lengths: Sequence[int], vocab_size: int) -> Latency:
+async def _measure_mesh(url: str, prompt_lengths: Sequence[int], vocab_size: int) -> Latency:
     """The same kind of prompts through HTTP, router, prefill and decode worker."""
     source = random.Random(2)
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:

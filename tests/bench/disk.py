@@ -1,4 +1,5 @@
-"""`python -m services.kv_store.disk.bench [FOLDER]`: rates of the tier, plain files and RocksDB, as JSON.
+"""The disk tier against a plain file of the same bytes, and against RocksDB holding the values itself,
+measured in a process of their own: `python -m tests.bench.disk FOLDER` prints JSON.
 
 The same 64 MiB three times in one folder: as one plain file, as blocks of the tier, and as blocks that are
 RocksDB's own values. Rounds take turns, and every rate is the median of its rounds.
@@ -8,6 +9,7 @@ import asyncio
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,15 +28,60 @@ from services.kv_store.disk.blocks import BlockToRead, BlockToWrite
 from services.kv_store.disk.disk_tier import DiskTier
 from services.kv_store.disk.index_options import index_options
 from services.kv_store.disk.settings import DiskSettings
+from tests.bench.figures import Figure, Say
 
 NUM_LAYERS, LAYER_BYTES = 30, 12 << 10
 NUM_BLOCKS = -(-(64 << 20) // (NUM_LAYERS * LAYER_BYTES))
 CHUNK_BYTES = 1 << 20
 ROUNDS = 15
 LAG_SECONDS = 0.001
+SHARE_OF_PLAIN = 0.6
 SETTINGS = DiskSettings(cap_bytes=512 << 20, fsync="off")
 
 Work = Callable[[], Awaitable[None]]
+
+
+def measure_disk(say: Say) -> list[Figure]:
+    """64 MiB of blocks, 30 layers of 12 KiB, verified on reading; in a process of the store's own."""
+    folder = Path(tempfile.gettempdir()).resolve()
+    say(f"64 MiB of blocks, cold and warm, on {_storage(folder)}")
+    command = [sys.executable, "-m", "tests.bench.disk", str(folder)]
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
+    measured: dict[str, float] = json.loads(run.stdout)
+    figures = [_read(measured, "tier read", cache, folder) for cache in ("warm", "cold")]
+    for cache in ("warm", "cold"):
+        figures += [_rate(measured, f"{what}, {cache}") for what in ("tier read by layer", "rocksdb get")]
+    figures += [_rate(measured, what) for what in ("tier write", "rocksdb put")]
+    stalls = ("tier read, warm", "rocksdb get, warm", "tier write", "rocksdb put")
+    return figures + [
+        Figure(f"{what}: longest stall of the event loop", measured[f"{what}, stall"] * 1e3, "ms")
+        for what in stalls
+    ]
+
+
+def _read(measured: dict[str, float], what: str, cache: str, folder: Path) -> Figure:
+    plain = measured[f"plain read, {cache}"] / 1e9
+    return Figure(
+        f"{what}, {cache} page cache, {_storage(folder)}",
+        measured[f"{what}, {cache}"] / 1e9,
+        "GB/s",
+        plain,
+        "plain read",
+        at_least=SHARE_OF_PLAIN * plain,
+    )
+
+
+def _rate(measured: dict[str, float], what: str) -> Figure:
+    _, _, cache = what.partition(", ")
+    plain = f"plain read, {cache}" if cache else "plain write"
+    return Figure(what, measured[what] / 1e9, "GB/s", measured[plain] / 1e9, plain.partition(",")[0])
+
+
+def _storage(folder: Path) -> str:
+    """File system and device that hold the folder. In memory a cold cache is a warm one."""
+    mounts = [line.split()[:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    device, _, kind = max((m for m in mounts if folder.is_relative_to(m[1])), key=lambda mount: len(mount[1]))
+    return f"{kind} on {device}"
 
 
 @dataclass(frozen=True)
@@ -189,6 +236,5 @@ async def _timed(work: Work) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    parent = sys.argv[1] if len(sys.argv) > 1 else None
-    with tempfile.TemporaryDirectory(prefix="kvmesh-disk-", dir=parent) as made:
+    with tempfile.TemporaryDirectory(prefix="kvmesh-disk-", dir=sys.argv[1]) as made:
         print(json.dumps(asyncio.run(measure(Path(made)))))

@@ -1,8 +1,10 @@
-"""`python -m services.router.bench`: what a decision costs in a cluster of a thousand workers, and whether
-memory stays flat over many distinct prompts. Prints JSON."""
+"""Routing decisions in a cluster of a thousand workers, and the router's memory over many distinct prompts,
+measured in a process of their own: `python -m tests.bench.router` prints JSON."""
 
 import gc
 import json
+import subprocess
+import sys
 import time
 from itertools import accumulate
 from random import Random
@@ -21,6 +23,7 @@ from libs.routing.policies import POLICIES
 from services.router.choosing import Choosing, Match
 from services.router.matching import Matching
 from services.router.view import ClusterView
+from tests.bench.figures import Figure, Say
 
 NUM_PREFILL = NUM_DECODE = 500
 NUM_STORES = 4
@@ -34,6 +37,31 @@ NUM_SETTLING_PROMPTS = 50_000
 """Until the tables have found their sizes: the view is full after a tenth of them."""
 NUM_DISTINCT_BLOCKS = 16
 MAX_KNOWN_BLOCKS = 50_000
+
+DECISION_AIM_MS = 1.0
+MEMORY_AIM = 1.05
+"""After 100k prompts more, as a multiple of before."""
+
+
+def measure_router(say: Say) -> list[Figure]:
+    """About half a minute."""
+    say("decisions of each policy among 1000 workers, then 100k distinct prompts")
+    command = [sys.executable, "-m", "tests.bench.router"]
+    seen = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    figures = [
+        Figure(
+            f"{policy}: decision p99",
+            took["clock"],
+            "ms",
+            took["processor"],
+            "processor time",
+            at_most=DECISION_AIM_MS,
+        )
+        for policy, took in seen["decision_ms"].items()
+    ]
+    after, before = seen["after_mib"], seen["settled_mib"]
+    name = "memory after 100k more distinct prompts"
+    return [*figures, Figure(name, after, "MiB", before, "before them", at_most=MEMORY_AIM * before)]
 
 
 class Cluster:

@@ -7,9 +7,8 @@ have passed. So what is measured is the engine's part: how well it computes what
 import asyncio
 import math
 import random
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +23,8 @@ from libs.model.model import Model
 from libs.placement.placement import Placement
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
-from services.bench.figures import Figure
-from services.bench.mesh_overhead import random_prompt
-from services.bench.overlap_mesh import Prompts, measure_mesh_overlap
+from tests.bench.figures import Figure, Say
+from tests.bench.mesh import random_prompt
 
 NUM_TOKENS = 2048
 NUM_HELD_TOKENS = 1536
@@ -155,7 +153,7 @@ async def measure(model: Model, *, num_threads: int, num_rounds: int) -> Overlap
     return overlap
 
 
-def measure_overlap(say: Callable[[str], None]) -> list[Figure]:
+def measure_overlap(say: Say) -> list[Figure]:
     """SmolLM2 in bf16, one thread: the event loop that fetches has the other core."""
     say(f"{NUM_HELD_TOKENS} of {NUM_TOKENS} tokens held: fetched layer by layer while the rest is computed")
     model = load_model(find_model("smollm2-135m-instruct"), dtype=torch.bfloat16)
@@ -169,17 +167,7 @@ def measure_overlap(say: Callable[[str], None]) -> list[Figure]:
             overlap.predicted_seconds(ratio),
             has_aim=ratio == AIMED_RATIO,
         )
-    say(f"the same in the mesh, its store throttled to {AIMED_RATIO:g} x compute")
-    meshed = asyncio.run(
-        measure_mesh_overlap(_prompts(model), overlap.fetch_seconds[AIMED_RATIO], NUM_ROUNDS)
-    )
-    name = "TTFT in the mesh, prefix at the store"
-    num_fetched = statistics.median(meshed.num_cached_tokens)
-    return [
-        *figures,
-        *_against_formula(name, min(meshed.fetched_seconds), meshed.predicted_seconds(), has_aim=True),
-        Figure(f"{name}: not computed", num_fetched, "tokens", NUM_HELD_TOKENS, "held"),
-    ]
+    return figures
 
 
 def _against_formula(name: str, measured: float, predicted: float, *, has_aim: bool) -> list[Figure]:
@@ -189,11 +177,3 @@ def _against_formula(name: str, measured: float, predicted: float, *, has_aim: b
         Figure(name, measured * 1e3, "ms", predicted * 1e3, "formula"),
         Figure(f"{name}: above the formula", excess, "%", at_most=aim),
     ]
-
-
-def _prompts(model: Model) -> Prompts:
-    config, block_size = model.config, EngineSettings(max_model_len=1).block_size
-    layer_block_bytes = 2 * config.num_kv_heads * block_size * config.head_dim * model.dtype.itemsize
-    return Prompts(
-        NUM_TOKENS, NUM_HELD_TOKENS, config.vocab_size, block_size, layer_block_bytes, config.num_layers
-    )
