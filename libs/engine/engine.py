@@ -287,8 +287,7 @@ class Engine:
 
     def _hear_placement(self, placement: Placement, lost: str) -> None:
         if self._moving is not None:
-            self._moving.placement = placement
-        self._listener.on_placement(placement, lost)
+            self._moving.placement_changed(placement, lost)
 
     def load(self) -> WorkerLoad:
         """What the engine holds and does, as of its last step; `recent_request_ids` is empty."""

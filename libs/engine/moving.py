@@ -21,7 +21,19 @@ class Moving:
     def __init__(self, thread: EngineThread, ask: Ask, placement: Placement) -> None:
         self._thread, self._ask = thread, ask
         self.placement = placement
-        """Where the instance's modules are, as of the last change that `on_placement` told."""
+        """Where the instance's modules are, as of the last change that listeners heard."""
+        self._listeners: list[Callable[[Placement, str], None]] = []
+
+    def listen(self, hear: Callable[[Placement, str], None]) -> None:
+        """Calls `hear` on the event loop after each change of placement: with the new one, and with the name
+        of a host that was lost and why, else an empty string."""
+        self._listeners.append(hear)
+
+    def placement_changed(self, placement: Placement, lost: str) -> None:
+        """For the engine: the placement that its thread uses from now on."""
+        self.placement = placement
+        for hear in self._listeners:
+            hear(placement, lost)
 
     @property
     def num_total_blocks(self) -> int:

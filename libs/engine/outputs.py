@@ -117,7 +117,3 @@ class EngineListener(Protocol):
     def on_failed(self, failure: SequenceFailed) -> None:
         """The sequence is over without an end of its own. Not called for `abort`."""
         ...
-
-    def on_placement(self, placement: Placement, lost: str) -> None:
-        """Modules lie elsewhere from now on; `lost` names a host that was lost, and why, else empty."""
-        ...

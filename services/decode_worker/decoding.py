@@ -11,7 +11,6 @@ from libs.bus.messages.generation import Refused, Reserve, Reserved, TokenDelta
 from libs.engine.engine import Engine
 from libs.engine.errors import EngineError, PromptTooLong
 from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, TokenOutput
-from libs.placement.placement import Placement
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason, RefusalReason
 from libs.telemetry.traces import start_span
@@ -26,8 +25,6 @@ log = structlog.get_logger()
 
 SendTokens = Callable[[str, Sequence[TokenDelta]], None]
 """Gateway, and what one step has for it."""
-TellPlacement = Callable[[Placement, str], None]
-"""Where modules lie now, and which host was lost, and why."""
 TellNames = Callable[[Sequence[bytes], Sequence[bytes]], None]
 """Names of blocks that can be found here now, and of such that cannot any more."""
 RunPrompt = Callable[[HeldSequence, int], object]
@@ -68,7 +65,6 @@ class Decoding:
         self._on_names: TellNames = _tell_nobody
         self._on_finished: Callable[[HeldSequence], None] | None = None
         self._run_prompt: RunPrompt | None = None
-        self.tell_placement: TellPlacement | None = None
 
     def attach(
         self,
@@ -204,11 +200,6 @@ class Decoding:
     def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """See EngineListener."""
         self._on_names(stored, removed)
-
-    def on_placement(self, placement: Placement, lost: str) -> None:
-        """See EngineListener."""
-        if self.tell_placement is not None:
-            self.tell_placement(placement, lost)
 
     def on_failed(self, failure: SequenceFailed) -> None:
         """See EngineListener."""

@@ -78,7 +78,6 @@ class DecodeWorkerService:
             self._roster,
             open_transport=lambda: self._open_transport(self._settings, runtime),
         )
-        self._decoding.tell_placement = modules.placement_changed
         self._listener = await self._transport.listen(self._settings.link_host)
         shape = block_shape_of(model, self._settings.block_size)
         runtime.spawn("engine", self._engine.watch())

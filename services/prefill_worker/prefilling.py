@@ -16,7 +16,6 @@ from libs.bus.messages.generation import Prefill, Queued, Refused, TokenDelta
 from libs.engine.engine import Engine
 from libs.engine.errors import EngineError
 from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
-from libs.placement.placement import Placement
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason, RefusalReason
 from libs.runtime.runtime import Spawn
@@ -34,8 +33,6 @@ from services.prefill_worker.outlets import Outlets
 from services.prefill_worker.prompts import Prompt, PromptFailed, Prompts
 
 SendTokens = Callable[[str, Sequence[TokenDelta]], None]
-TellPlacement = Callable[[Placement, str], None]
-"""Where modules lie now, and which host was lost, and why."""
 
 HANDED_OVER = "handed_over"
 
@@ -63,7 +60,6 @@ class Prefilling:
         """An abort can overtake the prompt that it is about: they come on two subscriptions."""
         self.is_draining = False
         self._max_tokens = 0
-        self.tell_placement: TellPlacement | None = None
 
     def attach(
         self, engine: Engine, outlets: Outlets, prefixes: Prefixes, puts: Puts, events: DeviceEvents
@@ -147,11 +143,6 @@ class Prefilling:
     def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """See EngineListener."""
         self._events.tell(stored, removed)
-
-    def on_placement(self, placement: Placement, lost: str) -> None:
-        """See EngineListener."""
-        if self.tell_placement is not None:
-            self.tell_placement(placement, lost)
 
     def on_failed(self, failure: SequenceFailed) -> None:
         """See EngineListener."""

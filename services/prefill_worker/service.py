@@ -72,7 +72,6 @@ class PrefillWorkerService:
             self._roster,
             open_transport=lambda: self._open_transport(self._settings, runtime),
         )
-        self._prefilling.tell_placement = modules.placement_changed
         runtime.spawn("engine", self._engine.watch())
         runtime.spawn("tokens", self._tokens.run())
         runtime.spawn("leases", self._renew_leases())

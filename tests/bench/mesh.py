@@ -19,7 +19,6 @@ from libs.engine.engine import Engine
 from libs.engine.settings import EngineSettings
 from libs.model.load import find_model, load_model
 from libs.model.model import Model
-from libs.placement.placement import Placement
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 from tests.bench.figures import Figure, Say
@@ -96,9 +95,6 @@ class _Stopwatch:
 
     def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Nobody asks what is held here."""
-
-    def on_placement(self, placement: Placement, lost: str) -> None:
-        """Nothing moves here."""
 
     def on_failed(self, failure: Any) -> None:
         raise RuntimeError(f"the engine failed: {failure}")

@@ -20,7 +20,6 @@ from libs.engine.settings import EngineSettings
 from libs.kv.names import block_names
 from libs.model.load import find_model, load_model
 from libs.model.model import Model
-from libs.placement.placement import Placement
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 from tests.bench.figures import Figure, Say
@@ -73,9 +72,6 @@ class _FirstTokens:
 
     def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Nobody asks what is held here."""
-
-    def on_placement(self, placement: Placement, lost: str) -> None:
-        """Nothing moves here."""
 
     def on_failed(self, failure: SequenceFailed) -> None:
         if self.done is not None:

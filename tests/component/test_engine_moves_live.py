@@ -108,8 +108,9 @@ async def linked(kind: TransportKind | None) -> AsyncGenerator[Pair]:
 @asynccontextmanager
 async def opened(model: Model | None = None, timeout_seconds: float = 30.0) -> AsyncGenerator[Pair]:
     pair = Pair(model or model_of("gqa"), timeout_seconds)
-    for engine in pair.engines.values():
+    for name, engine in pair.engines.items():
         await engine.start()
+        engine.moving.listen(pair.heard[name].on_placement)
     try:
         async with asyncio.timeout(60):
             yield pair

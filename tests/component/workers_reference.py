@@ -10,7 +10,6 @@ from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
 from libs.model.random_model import random_model
-from libs.placement.placement import Placement
 from libs.request.generation import Generation
 
 BLOCK_SIZE = 4
@@ -57,8 +56,6 @@ class _Alone:
     def on_prompt_done(self, output: TokenOutput) -> None: ...
 
     def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None: ...
-
-    def on_placement(self, placement: Placement, lost: str) -> None: ...
 
     def on_failed(self, failure: SequenceFailed) -> None:
         raise AssertionError(failure)

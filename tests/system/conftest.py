@@ -48,8 +48,6 @@ class _Collector:
 
     def on_names(self, stored: object, removed: object) -> None: ...
 
-    def on_placement(self, placement: object, lost: str) -> None: ...
-
     def on_failed(self, failure: object) -> None:
         raise AssertionError(f"the reference failed: {failure}")
 

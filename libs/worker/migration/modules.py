@@ -8,7 +8,6 @@ from libs.bus.messages.migration import DenialReason, MoveDenied
 from libs.bus.messages.presence import ServiceKind
 from libs.engine.thread_loop import ThreadLoop
 from libs.model.model import Model
-from libs.placement.placement import Placement
 from libs.runtime.roster import Roster, RosterChange
 from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
@@ -104,6 +103,7 @@ class Modules:
                 ping_seconds=settings.lease_seconds / _PINGS_PER_LEASE,
             )
         )
+        engine.moving.listen(self._mover.placement_changed)
         metrics.watch(
             engine.hosting.hosted,
             epoch=lambda: engine.moving.placement.epoch,
@@ -157,10 +157,6 @@ class Modules:
             )
             self._runtime.spawn("guests", self._server.run())
         await self._mover.open()
-
-    def placement_changed(self, placement: Placement, lost: str) -> None:
-        """The engine's placement; see EngineListener."""
-        self._mover.placement_changed(placement, lost)
 
     def roster_changed(self, change: RosterChange) -> None:
         """Hosts may be gone. Guests are not asked after: they renew their leases over their Links."""

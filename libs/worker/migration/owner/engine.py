@@ -1,5 +1,6 @@
 """What a move needs of the engine whose module moves: `libs.engine.moving.Moving`."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from libs.engine.hosting.port import Host
@@ -56,6 +57,10 @@ class Home(Protocol):
     @property
     def num_free_blocks(self) -> int:
         """That nobody holds."""
+        ...
+
+    def listen(self, hear: Callable[[Placement, str], None]) -> None:
+        """Hear each new placement, and why a host was lost."""
         ...
 
     async def model_here(self) -> Model:
