@@ -1,179 +1,202 @@
-"""A JetStream key-value bucket in the broker's memory, readable with `nats kv`.
+"""A JetStream key-value bucket in the broker's memory, through nats-py, readable with `nats kv`.
 
-It vanishes with the broker, so it is made anew on each connection. nats-py's own key-value face does not
-expect that.
+The bucket vanishes with the broker, so it is made anew on each connection. Watchers hear puts and deletes
+where these pass by, on the bucket's subjects, which needs nothing that the broker could have forgotten (a
+consumer, as nats-py's own watch has one); the bucket is read only to learn what was there before.
 """
 
 import asyncio
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
-import msgspec
+import nats.errors
+import nats.js.errors
 import structlog
+from nats.aio.msg import Msg
+from nats.js.api import StorageType
+from nats.js.client import JetStreamContext
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.kv import KV_OP, KeyValue
 
+from libs.bus.errors import BusError, NotConnected, PresenceUnavailable, RequestTimedOut
+from libs.bus.message import PresenceEntry
 from libs.bus.nats_connection import NatsConnection
-from libs.bus.port import NoResponders, PresenceUnavailable, RequestTimedOut
+from libs.bus.nats_subscription import NatsSubscription
+from libs.bus.presence_watch import PresenceWatch
+from libs.bus.wire import MAX_WAITING_MESSAGES, Stored
+
+T = TypeVar("T")
 
 MAX_BUCKET_BYTES = 64 * 2**20
 STORE_TIMEOUT_SECONDS = 1.0
+FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.05, 1.0
 
-OPERATION_HEADER, _STATUS_HEADER, _SEQUENCE_HEADER = "KV-Operation", "Status", "Nats-Sequence"
-_EXPECTED_SEQUENCE_HEADER = "Nats-Expected-Last-Subject-Sequence"
 _EXISTS_WITH_OTHER_SETTINGS = 10058
-_WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
+_WRONG_LAST_SEQUENCE = (10071, 10164)
 
 log = structlog.get_logger()
 
 
-class _Error(msgspec.Struct):
-    err_code: int = 0
-    description: str = ""
-
-
-class _State(msgspec.Struct):
-    subjects: dict[str, int] | None = None
-
-
-class _Response(msgspec.Struct):
-    """As much of JetStream's answers as matters here."""
-
-    error: _Error | None = None
-    state: _State = msgspec.field(default_factory=_State)
-    seq: int = 0
-
-
-class JetStreamRefused(PresenceUnavailable):
-    """JetStream answered with an error."""
-
-    def __init__(self, what: str, error: _Error) -> None:
-        super().__init__(f"{what}: JetStream refused: {error.description} ({error.err_code})")
-        self.code = error.err_code
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """What a bucket has under a key: `value` None after a delete, or where nothing is; `sequence` 0 then."""
-
-    value: bytes | None
-    sequence: int
-
-
 class NatsBucket:
-    """Keys and values that expire. Raises NotConnected, RequestTimedOut, PresenceUnavailable."""
+    """A `Bucket`."""
 
     def __init__(self, connection: NatsConnection, name: str, description: str, ttl_seconds: float) -> None:
-        self._connection, self.name, self._ttl_seconds = connection, name, ttl_seconds
-        self.stream, self.prefix = f"KV_{name}", f"$KV.{name}."
-        self._settings = _settings(name, description, ttl_seconds)
-        self._exists = False
-        self._making = asyncio.Lock()
+        self._connection, self._name, self._description = connection, name, description
+        self.ttl_seconds = ttl_seconds
+        self._stream, self._prefix = f"KV_{name}", f"$KV.{name}."
+        self._opened: KeyValue | None = None
+        self._opening = asyncio.Lock()
+        self._watches: dict[PresenceWatch, asyncio.Event] = {}
         connection.on_lost(self._was_lost)
+        connection.on_connected(self._was_found)
 
-    async def put(self, key: str, value: bytes, *, is_delete: bool = False) -> int:
-        """Store, whatever is there; returns the entry's sequence."""
-        return await self._store(key, value, {OPERATION_HEADER: "DEL"} if is_delete else None)
+    async def put(self, key: str, value: bytes) -> None:
+        """As in `Bucket`."""
+        await self._call(lambda bucket: bucket.put(key, value))
 
-    async def replace(self, key: str, value: bytes, sequence: int, *, is_delete: bool = False) -> int | None:
-        """Store where the entry's sequence is still this one (0: where there is none); None: it is not."""
-        headers = {_EXPECTED_SEQUENCE_HEADER: str(sequence)}
-        if is_delete:
-            headers[OPERATION_HEADER] = "DEL"
+    async def delete(self, key: str, revision: int | None = None) -> bool:
+        """As in `Bucket`."""
         try:
-            return await self._store(key, value, headers)
-        except JetStreamRefused as error:
-            if error.code in _WRONG_LAST_SEQUENCE:
-                return None
-            raise
+            return await self._call(lambda bucket: bucket.delete(key, last=revision))
+        except KeyWrongLastSequenceError:
+            return False
 
     async def get(self, key: str) -> Stored:
-        """What is there now."""
-        await self.ensure()
-        entry = await self._connection.ask_message(
-            f"$JS.API.DIRECT.GET.{self.stream}.{self.prefix}{key}", b"", STORE_TIMEOUT_SECONDS
+        """As in `Bucket`."""
+        try:
+            entry = await self._call(lambda bucket: bucket.get(key))
+        except KeyNotFoundError:
+            return Stored(None, 0)
+        return Stored(entry.value or b"", entry.revision or 0)
+
+    async def replace(self, key: str, value: bytes, revision: int) -> bool:
+        """As in `Bucket`."""
+        try:
+            if revision:
+                await self._call(lambda bucket: bucket.update(key, value, last=revision))
+            else:
+                await self._call(lambda bucket: bucket.create(key, value))
+        except KeyWrongLastSequenceError:
+            return False
+        return True
+
+    @asynccontextmanager
+    async def watch(self) -> AsyncGenerator[AsyncIterator[PresenceEntry]]:
+        """As in `Bucket`."""
+        watch, stale = PresenceWatch(), asyncio.Event()
+
+        async def on_message(message: Msg) -> None:
+            value = None if KV_OP in (message.headers or ()) else message.data
+            watch.heard(message.subject.removeprefix(self._prefix), value)
+
+        subscription = NatsSubscription(
+            self._connection, f"{self._prefix}>", "", on_message, MAX_WAITING_MESSAGES
         )
-        headers = entry.headers or {}
-        return Stored(value_of(entry.data, headers), int(headers.get(_SEQUENCE_HEADER, 0)))
+        await self._connection.subscribe_messages(subscription)
+        self._watches[watch] = stale
+        stale.set()
+        # Owned by the connection: a task group would wrap the errors of those who watch.
+        filling = asyncio.create_task(self._keep_filled(watch, stale), name="presence-fill")
+        self._connection.keep(filling)
+        try:
+            yield watch
+        finally:
+            filling.cancel()
+            del self._watches[watch]
+            await subscription.close()
 
-    async def keys(self) -> list[str]:
-        """All that were put and have not expired; deleted ones too."""
-        await self.ensure()
-        info = await self._administrate("INFO", {"subjects_filter": f"{self.prefix}>"})
-        return [subject.removeprefix(self.prefix) for subject in info.state.subjects or ()]
-
-    async def ensure(self) -> None:
-        """Make it where it is not there."""
-        async with self._making:
-            if not self._exists:
-                await self._make()
-                self._exists = self._connection.is_connected
+    def close(self) -> None:
+        """As in `Bucket`."""
+        for watch in self._watches:
+            watch.end()
 
     def _was_lost(self) -> None:
-        self._exists = False
+        self._opened = None
 
-    async def _store(self, key: str, value: bytes, headers: dict[str, str] | None) -> int:
-        await self.ensure()
+    def _was_found(self) -> None:
+        for stale in self._watches.values():
+            stale.set()
+
+    async def _keep_filled(self, watch: PresenceWatch, stale: asyncio.Event) -> None:
+        """Repeat the full state on each connection."""
+        while True:
+            await stale.wait()
+            stale.clear()
+            retry_seconds = FIRST_RETRY_SECONDS
+            while self._connection.is_connected:
+                try:
+                    await self._fill(watch)
+                    break
+                except BusError as error:
+                    log.debug("presence_not_read", error=repr(error))
+                await asyncio.sleep(retry_seconds)
+                retry_seconds = min(2 * retry_seconds, MAX_RETRY_SECONDS)
+
+    async def _fill(self, watch: PresenceWatch) -> None:
+        info = await self._call(lambda _: self._jetstream().stream_info(self._stream, f"{self._prefix}>"))
+        watch.begin_filling()
+        for subject in info.state.subjects or ():
+            key = subject.removeprefix(self._prefix)
+            value = (await self.get(key)).value
+            if value is not None:
+                watch.filled(key, value)
+
+    async def _call(self, operation: Callable[[KeyValue], Awaitable[T]]) -> T:
+        """Raises KeyNotFoundError, KeyWrongLastSequenceError, and all else as BusErrors."""
         try:
-            answer = await self._connection.ask_message(
-                self.prefix + key, value, STORE_TIMEOUT_SECONDS, headers
+            return await operation(await self._open())
+        except (KeyNotFoundError, KeyWrongLastSequenceError):
+            raise
+        except nats.js.errors.APIError as error:
+            if error.err_code in _WRONG_LAST_SEQUENCE:
+                raise KeyWrongLastSequenceError(description=error.description) from error
+            self._opened = None
+            reason = error.description or "JetStream is off in the broker; presence needs it"
+            raise PresenceUnavailable(f"{self._name}: {reason} ({error.err_code})") from error
+        except (nats.js.errors.NoStreamResponseError, nats.errors.NoRespondersError) as error:
+            self._opened = None  # somebody removed it; the next operation makes it again
+            raise PresenceUnavailable(f"{self._name}: there is no such bucket any more") from error
+        except nats.errors.TimeoutError as error:
+            self._opened = None
+            raise RequestTimedOut(f"{self._name}: no answer within {STORE_TIMEOUT_SECONDS:g} s") from error
+        except (nats.errors.Error, OSError) as error:
+            raise NotConnected(f"{self._name}: {error!r}") from error
+
+    async def _open(self) -> KeyValue:
+        """Make it where it is not there."""
+        async with self._opening:
+            if self._opened is not None:
+                return self._opened
+            bucket = await self._make(self._jetstream())
+            if self._connection.is_connected:
+                self._opened = bucket
+            return bucket
+
+    async def _make(self, jetstream: JetStreamContext) -> KeyValue:
+        try:
+            return await jetstream.create_key_value(
+                bucket=self._name,
+                description=self._description,
+                ttl=self.ttl_seconds,
+                max_bytes=MAX_BUCKET_BYTES,
+                storage=StorageType.MEMORY,
+                direct=True,
             )
-        except (NoResponders, RequestTimedOut) as error:
-            self._exists = False  # somebody removed it; the next put makes it again
-            raise PresenceUnavailable(f"{key} was not stored in {self.name}: {error}") from error
-        return _read_response(answer.data, f"storing {key} in {self.name}").seq
-
-    async def _make(self) -> None:
-        """Harmless where it is there already."""
-        try:
-            await self._administrate("CREATE", self._settings)
-        except JetStreamRefused as error:
-            if error.code != _EXISTS_WITH_OTHER_SETTINGS:
+        except nats.js.errors.BadRequestError as error:
+            if error.err_code != _EXISTS_WITH_OTHER_SETTINGS:
                 raise
-            await self._administrate("UPDATE", self._settings)
-            log.warning("bucket_changed", bucket=self.name, ttl_seconds=self._ttl_seconds)
+        info = await jetstream.stream_info(self._stream)
+        await jetstream.update_stream(
+            info.config,
+            description=self._description,
+            max_age=self.ttl_seconds,
+            duplicate_window=self.ttl_seconds,
+            max_bytes=MAX_BUCKET_BYTES,
+            allow_direct=True,
+        )
+        log.warning("bucket_changed", bucket=self._name, ttl_seconds=self.ttl_seconds)
+        return await jetstream.key_value(self._name)
 
-    async def _administrate(self, verb: str, arguments: dict[str, Any]) -> _Response:
-        try:
-            answer = await self._connection.ask(
-                f"$JS.API.STREAM.{verb}.{self.stream}", msgspec.json.encode(arguments), STORE_TIMEOUT_SECONDS
-            )
-        except NoResponders:
-            raise PresenceUnavailable("JetStream is off in the broker; presence needs it") from None
-        return _read_response(answer, f"{verb} {self.name}")
-
-
-def value_of(data: bytes, headers: dict[str, str] | None) -> bytes | None:
-    """None for a delete, a purge, and for what has expired since it was listed."""
-    return None if headers and (OPERATION_HEADER in headers or _STATUS_HEADER in headers) else data
-
-
-def _settings(name: str, description: str, ttl_seconds: float) -> dict[str, Any]:
-    """What makes a stream a key-value bucket, as in the NATS key-value specification (ADR-8)."""
-    ttl_nanoseconds = int(ttl_seconds * 1e9)
-    return {
-        "name": f"KV_{name}",
-        "description": description,
-        "subjects": [f"$KV.{name}.>"],
-        "storage": "memory",
-        "retention": "limits",
-        "discard": "new",
-        "max_age": ttl_nanoseconds,
-        "duplicate_window": ttl_nanoseconds,
-        "max_msgs_per_subject": 1,
-        "max_msgs": -1,
-        "max_consumers": -1,
-        "max_msg_size": -1,
-        "max_bytes": MAX_BUCKET_BYTES,
-        "num_replicas": 1,
-        "allow_direct": True,
-        "allow_msg_ttl": True,
-        "allow_rollup_hdrs": True,
-        "deny_delete": True,
-    }
-
-
-def _read_response(answer: bytes, what: str) -> _Response:
-    try:
-        response = msgspec.json.decode(answer, type=_Response)
-    except msgspec.DecodeError as error:
-        raise PresenceUnavailable(f"{what}: JetStream answered {answer[:200]!r}") from error
-    if response.error is not None:
-        raise JetStreamRefused(what, response.error)
-    return response
+    def _jetstream(self) -> JetStreamContext:
+        return self._connection.client.jetstream(timeout=STORE_TIMEOUT_SECONDS)

@@ -1,16 +1,15 @@
 """The bus over a NATS broker."""
 
 from libs.bus.broker_address import read_address
+from libs.bus.bus import LEASE_SECONDS, PRESENCE_TTL_SECONDS, Bus
+from libs.bus.nats_bucket import NatsBucket
 from libs.bus.nats_connection import NatsConnection
-from libs.bus.nats_leases import NatsLeases
-from libs.bus.nats_presence import NatsPresence
-from libs.bus.port import LEASE_SECONDS
-from libs.bus.typed_bus import TypedBus
 
-PRESENCE_TTL_SECONDS = 3.0
+PRESENCE_BUCKET = "kvmesh_presence"
+LEASES_BUCKET = "kvmesh_leases"
 
 
-class NatsBus(TypedBus):
+class NatsBus(Bus):
     """Made by `connect`. Survives broker restarts: subscriptions, serving, presence and watches go on."""
 
     @classmethod
@@ -29,5 +28,7 @@ class NatsBus(TypedBus):
         connection = NatsConnection(read_address(url), name)
         await connection.open()
         return cls(
-            connection, NatsPresence(connection, presence_ttl_seconds), NatsLeases(connection, lease_seconds)
+            connection,
+            NatsBucket(connection, PRESENCE_BUCKET, "who is there in the mesh", presence_ttl_seconds),
+            NatsBucket(connection, LEASES_BUCKET, "who leads in the mesh", lease_seconds),
         )

@@ -14,10 +14,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from libs.bus.broker_address import BrokerAddress
+from libs.bus.errors import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut, error_named
 from libs.bus.nats_subscription import NatsSubscription
 from libs.bus.open_requests import OpenRequests
-from libs.bus.port import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut
-from libs.bus.wire import LOST_IN_FLIGHT, MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload, error_named
+from libs.bus.wire import LOST_IN_FLIGHT, MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload
 
 RECONNECT_SECONDS = 0.1
 PING_SECONDS = 2
@@ -117,22 +117,15 @@ class NatsConnection:
 
     async def ask(self, subject: str, payload: bytes, timeout_seconds: float) -> bytes:
         """As in `Wire`."""
-        answer = await self.ask_message(subject, payload, timeout_seconds)
-        return answer.data
-
-    async def ask_message(
-        self, subject: str, payload: bytes, timeout_seconds: float, headers: dict[str, str] | None = None
-    ) -> Msg:
-        """`ask`, with NATS headers on the way there and back."""
         await self._make_room()
         answer = await self._requests.wait(
             f"no answer on {subject}",
             timeout_seconds,
-            lambda reply: self._publish(subject, payload, reply, headers),
+            lambda reply: self._publish(subject, payload, reply),
         )
         if answer.headers:
             _raise_refusal(answer, answer.headers, subject)
-        return answer
+        return answer.data
 
     async def answer(self, reply: str, payload: bytes) -> None:
         """Sent when the broker is back, if it is away: the asker may still be there."""

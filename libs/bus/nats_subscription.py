@@ -10,7 +10,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from libs.bus.port import BusError
+from libs.bus.errors import BusError
 
 MAX_WAITING_BYTES = 64 * 2**20
 UNSUBSCRIBE_TIMEOUT_SECONDS = 1.0

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from libs.bus.port import BusError, RequestTimedOut
+from libs.bus.errors import BusError, RequestTimedOut
 
 A = TypeVar("A")
 

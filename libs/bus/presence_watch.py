@@ -2,7 +2,7 @@
 
 import asyncio
 
-from libs.bus.port import PresenceEntry
+from libs.bus.message import PresenceEntry
 
 
 class PresenceWatch:

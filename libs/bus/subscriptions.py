@@ -1,14 +1,15 @@
-"""What becomes of a payload that came in: a call of a handler, or an answer."""
+"""Subscriptions: a payload that came in becomes a call of a handler, or an answer."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from libs.bus.codec import decode, encode
-from libs.bus.port import BusError, HandlerFailed, Message, NoResponders, Undecodable
+from libs.bus.errors import BusError, HandlerFailed, NoResponders, Undecodable
+from libs.bus.message import Message, decode, encode
 from libs.bus.wire import Wire, WireSubscription
 
 MAX_RUNNING_HANDLERS = 256
@@ -25,36 +26,62 @@ class Tally:
     num_running_handlers: int = 0
 
 
-class Listening:
-    """A subscription to messages; the handler runs in the subscription's own task, one message after the
-    other."""
+@dataclass(eq=False)
+class Subscription(ABC):
+    """A live subscription; survives reconnects."""
 
-    def __init__(
-        self,
-        kind: type[Message],
-        handler: Callable[[Any], Awaitable[None] | None],
-        tally: Tally,
-        on_closed: Callable[["Listening"], None],
-    ) -> None:
-        self._kind, self._handler, self._tally, self._on_closed = kind, handler, tally, on_closed
-        self._is_closed = False
-        self.wire: WireSubscription
+    _bus_wire: Wire
+    kind: type[Message]
+    _handler: Callable[[Any], Any]
+    _tally: Tally
+    _on_closed: Callable[["Subscription"], None]
+    wire: WireSubscription = field(init=False)
+    _is_closed: bool = field(default=False, init=False)
+    _running: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]], init=False)
 
-    def take(self, payload: bytes, _reply: str) -> Awaitable[None] | None:
+    @abstractmethod
+    def take(self, payload: bytes, reply: str) -> Awaitable[None] | None:
+        """Handle a payload."""
+
+    async def close(self) -> None:
+        """Take no more messages, then wait for the handlers in progress. Idempotent.
+
+        Called by a handler of this very subscription, it does not wait. Requests that no handler has begun
+        are answered with `NoResponders`.
+        """
+        self._is_closed = True
+        await self.wire.close()
+        if others := self._running - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        self._on_closed(self)
+
+    async def abandon(self) -> None:
+        """Take no more messages, and cancel the handlers in progress; their askers get `HandlerFailed`."""
+        self._is_closed = True
+        others = self._running - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+class MessageSubscription(Subscription):
+    """A subscription to messages; the handler runs in the wire's own task, one message after the other."""
+
+    def take(self, payload: bytes, reply: str) -> Awaitable[None] | None:
         """A plain handler has done its work on return: no task, no coroutine."""
         if self._is_closed:
             return None
         try:
-            message = decode(payload, self._kind)
+            message = decode(payload, self.kind)
         except Undecodable as error:
             self._tally.num_undecodable_total += 1
-            log.warning("message_undecodable", subject=self._kind.subject, error=str(error))
+            log.warning("message_undecodable", subject=self.kind.subject, error=str(error))
             return None
         try:
             outcome = self._handler(message)
         except Exception:
             self._tally.num_handlers_failed_total += 1
-            log.exception("message_handler_failed", subject=self._kind.subject)
+            log.exception("message_handler_failed", subject=self.kind.subject)
             return None
         return None if outcome is None else self._finish(outcome)
 
@@ -63,46 +90,25 @@ class Listening:
             await outcome
         except Exception:
             self._tally.num_handlers_failed_total += 1
-            log.exception("message_handler_failed", subject=self._kind.subject)
-
-    async def close(self) -> None:
-        """As in `Subscription`."""
-        self._is_closed = True
-        await self.wire.close()
-        self._on_closed(self)
-
-    async def abandon(self) -> None:
-        """Nothing runs outside the subscription's own task."""
-        self._is_closed = True
+            log.exception("message_handler_failed", subject=self.kind.subject)
 
 
-class Answering:
+@dataclass(eq=False)
+class RequestSubscription(Subscription):
     """A subscription to requests; each handler is a task of its own."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        kind: type[Message],
-        handler: Callable[[Any], Awaitable[Any]],
-        tally: Tally,
-        on_closed: Callable[["Answering"], None],
-        max_running: int = MAX_RUNNING_HANDLERS,
-    ) -> None:
-        self._bus_wire, self._kind, self._handler = wire, kind, handler
-        self._tally, self._on_closed = tally, on_closed
-        self._free = asyncio.Semaphore(max_running)
-        self._running: set[asyncio.Task[None]] = set()
-        self._is_closed = False
-        self.wire: WireSubscription
+    _free: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MAX_RUNNING_HANDLERS), init=False
+    )
 
     async def take(self, payload: bytes, reply: str) -> None:
         """Waits while too many handlers run; meanwhile the subscription fills up."""
         if not self._is_closed:
             await self._free.acquire()
         if self._is_closed:
-            await self._refuse(reply, NoResponders(f"{self._kind.__name__} is no longer served here"))
+            await self._refuse(reply, NoResponders(f"{self.kind.__name__} is no longer served here"))
             return
-        task = asyncio.create_task(self._answer(payload, reply), name=f"answer-{self._kind.__name__}")
+        task = asyncio.create_task(self._answer(payload, reply), name=f"answer-{self.kind.__name__}")
         self._running.add(task)
         self._tally.num_running_handlers += 1
         task.add_done_callback(self._ended)
@@ -112,12 +118,12 @@ class Answering:
         self._tally.num_running_handlers -= 1
         self._free.release()
         if not task.cancelled() and (error := task.exception()):
-            log.error("answering_crashed", request=self._kind.__name__, exc_info=error)
+            log.error("answering_crashed", request=self.kind.__name__, exc_info=error)
 
     async def _answer(self, payload: bytes, reply: str) -> None:
-        name = self._kind.__name__
+        name = self.kind.__name__
         try:
-            request = decode(payload, self._kind)
+            request = decode(payload, self.kind)
         except Undecodable as error:
             self._tally.num_undecodable_total += 1
             log.warning("request_undecodable", request=name, error=str(error))
@@ -144,20 +150,4 @@ class Answering:
         try:
             await self._bus_wire.refuse(reply, error)
         except BusError as refusal_error:
-            log.info("answer_not_sent", request=self._kind.__name__, error=str(refusal_error))
-
-    async def close(self) -> None:
-        """As in `Subscription`."""
-        self._is_closed = True
-        await self.wire.close()
-        if others := self._running - {asyncio.current_task()}:
-            await asyncio.wait(others)
-        self._on_closed(self)
-
-    async def abandon(self) -> None:
-        """Cancel the handlers in progress; their askers are told."""
-        self._is_closed = True
-        others = self._running - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+            log.info("answer_not_sent", request=self.kind.__name__, error=str(refusal_error))

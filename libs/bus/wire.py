@@ -1,18 +1,14 @@
-"""What the typed bus stands on: bytes on subjects, presence as bytes, and leases. One set for NATS, one in
-memory."""
+"""The port of the bus: bytes on subjects, and buckets of keys that expire. NATS is one side, the tests'
+in-memory broker the other."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from libs.bus.port import (
-    BusError,
-    HandlerFailed,
-    NoResponders,
-    Overloaded,
-    PresenceEntry,
-    Undecodable,
-)
+import msgspec
+
+from libs.bus.errors import BusError
+from libs.bus.message import PresenceEntry
 
 MAX_WAITING_MESSAGES = 8192
 MAX_WAITING_REQUESTS = 1024
@@ -42,12 +38,12 @@ class Wire(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """As in `Bus`."""
+        """Whether the broker is reachable now."""
         ...
 
     @property
     def max_payload_bytes(self) -> int:
-        """As in `Bus`."""
+        """The most that the broker accepts in one message."""
         ...
 
     @property
@@ -93,15 +89,38 @@ class Wire(Protocol):
         ...
 
 
-class PresenceStore(Protocol):
-    """Keys that live as long as they are put again. The caller has checked keys and sizes."""
+class Stored(msgspec.Struct, frozen=True):
+    """The content of a bucket under one key; None and 0 where nothing is."""
 
-    async def put(self, key: str, value: bytes) -> None:
-        """As `Bus.put_presence`."""
+    value: bytes | None
+    revision: int
+
+
+class Bucket(Protocol):
+    """Values that expire `ttl_seconds` after they were stored. The caller has checked keys and sizes.
+
+    Raises NotConnected, RequestTimedOut, PresenceUnavailable.
+    """
+
+    @property
+    def ttl_seconds(self) -> float:
+        """How long a value lasts."""
         ...
 
-    async def delete(self, key: str) -> None:
-        """As `Bus.delete_presence`."""
+    async def put(self, key: str, value: bytes) -> None:
+        """Store, whatever is there."""
+        ...
+
+    async def delete(self, key: str, revision: int | None = None) -> bool:
+        """Remove, where `revision` is given only that one. False: another one is there."""
+        ...
+
+    async def get(self, key: str) -> Stored:
+        """Read one key."""
+        ...
+
+    async def replace(self, key: str, value: bytes, revision: int) -> bool:
+        """Store where this revision is still there (0: where nothing is). False: another one is there."""
         ...
 
     def watch(self) -> AbstractAsyncContextManager[AsyncIterator[PresenceEntry]]:
@@ -111,34 +130,3 @@ class PresenceStore(Protocol):
     def close(self) -> None:
         """End the watches."""
         ...
-
-
-class LeaseStore(Protocol):
-    """Who has which lease. The caller has checked names and holders."""
-
-    @property
-    def lease_seconds(self) -> float:
-        """As in `Bus`."""
-        ...
-
-    async def hold(self, name: str, holder: str) -> bool:
-        """As `Bus.hold_lease`."""
-        ...
-
-    async def release(self, name: str, holder: str) -> None:
-        """As `Bus.release_lease`."""
-        ...
-
-    async def holder(self, name: str) -> str | None:
-        """As `Bus.lease_holder`."""
-        ...
-
-
-_TRAVELLING_ERRORS: dict[str, type[BusError]] = {
-    kind.__name__: kind for kind in (HandlerFailed, NoResponders, Overloaded, Undecodable)
-}
-
-
-def error_named(name: str, text: str) -> BusError:
-    """The error that a peer refused with; a name that is not known here is a HandlerFailed."""
-    return _TRAVELLING_ERRORS.get(name, HandlerFailed)(text)

@@ -10,9 +10,11 @@ from typing import NoReturn
 
 import structlog
 
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError
 from libs.bus.messages.kv_events import KvEvents, KvSnapshot, KvSnapshotPage, Tier
 from libs.bus.messages.presence import ServiceKind
-from libs.bus.port import Bus, BusError, Subscription
+from libs.bus.subscriptions import Subscription
 from libs.kv.names import NAME_BYTES
 from libs.kv_events.log import KvEventLog
 from libs.kv_events.snapshots import Holdings, SnapshotPages

@@ -9,8 +9,10 @@ from typing import NoReturn
 
 import structlog
 
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError
 from libs.bus.messages.kv_events import KvEvents, KvSnapshot
-from libs.bus.port import Bus, BusError, Subscription
+from libs.bus.subscriptions import Subscription
 from libs.kv_events.follower import Follower, SnapshotReader
 from libs.kv_events.view import KvView
 

@@ -5,8 +5,9 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError
 from libs.bus.nats_bus import NatsBus
-from libs.bus.port import Bus, BusError
 from libs.config.errors import BadSetting
 
 RETRY_SECONDS = 0.5

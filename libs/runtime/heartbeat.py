@@ -7,8 +7,8 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
+from libs.bus.errors import BusError
 from libs.bus.messages.presence import LoadReport, WorkerLoad
-from libs.bus.port import BusError
 from libs.runtime.runtime import Runtime
 
 HEARTBEAT_SECONDS = 0.5

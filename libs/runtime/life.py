@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 
 import structlog
 
+from libs.bus.errors import BusError
 from libs.bus.messages.presence import ServiceState, WorkerLoad
-from libs.bus.port import BusError
 from libs.config.errors import SettingsError
 from libs.config.load import EXIT_BAD_SETTINGS
 from libs.runtime.heartbeat import beat, keep_reporting_load, report_load

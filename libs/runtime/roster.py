@@ -7,8 +7,9 @@ from typing import NoReturn
 import msgspec
 import structlog
 
+from libs.bus.bus import Bus
+from libs.bus.message import PresenceEntry
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
-from libs.bus.port import Bus, PresenceEntry
 
 EXPIRY_SECONDS = 3.0
 """Six heartbeats. A peer silent for longer has departed."""

@@ -8,8 +8,8 @@ import msgspec
 import structlog
 from prometheus_client import CollectorRegistry
 
+from libs.bus.bus import Bus
 from libs.bus.messages.presence import Presence, ServiceState
-from libs.bus.port import Bus
 from libs.runtime.identity import Identity
 from libs.runtime.successor import Successor
 

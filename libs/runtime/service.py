@@ -9,8 +9,8 @@ from typing import TypeVar
 import structlog
 import uvloop
 
+from libs.bus.bus import Bus
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
-from libs.bus.port import Bus
 from libs.config.errors import SettingsError
 from libs.config.load import exit_for, load_settings_or_exit
 from libs.runtime.connect import check_url, connect_bus

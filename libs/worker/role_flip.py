@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from libs.bus.messages.migration import DenialReason, FlipRole, MoveAccepted, MoveDenied
 from libs.bus.messages.presence import ServiceKind, ServiceState
-from libs.bus.port import Subscription
+from libs.bus.subscriptions import Subscription
 from libs.config.errors import BadSetting
 from libs.config.fields import flag_of, settings_of
 from libs.config.load import CONFIG

@@ -8,8 +8,9 @@ from typing import NoReturn
 
 import structlog
 
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError, MessageTooLarge
 from libs.bus.messages.generation import TokenDelta, TokenFrame
-from libs.bus.port import Bus, BusError, MessageTooLarge
 from libs.worker.outbox import TokenOutbox
 
 RETRY_SECONDS = 0.05

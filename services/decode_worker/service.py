@@ -9,7 +9,7 @@ import msgspec
 
 from libs.bus.messages.generation import Abort, Refused, Reserve, Reserved
 from libs.bus.messages.presence import ServiceKind, ServiceState, WorkerLoad
-from libs.bus.port import Subscription
+from libs.bus.subscriptions import Subscription
 from libs.engine.engine import Engine
 from libs.kv.tensors import BlockShape
 from libs.model.model import Model

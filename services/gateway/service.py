@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from libs.bus.messages.generation import TokenFrame
 from libs.bus.messages.migration import MoveTold, PlacementTold
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
-from libs.bus.port import Subscription
+from libs.bus.subscriptions import Subscription
 from libs.placement.phases import is_over
 from libs.request.outcome import FailureReason
 from libs.runtime.http_server import HttpServer

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
 from libs.bus.messages.store import BlocksCorrupt, FindPrefix, GroupTtls, PrefixHeld
-from libs.bus.port import Subscription
+from libs.bus.subscriptions import Subscription
 from libs.config.errors import SettingsError
 from libs.kv.block_tree import MEMORY
 from libs.kv_events.metrics import watch_publisher

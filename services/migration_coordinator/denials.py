@@ -1,7 +1,7 @@
 """What it means for an order that the worker it went to gave no answer. Pure."""
 
+from libs.bus.errors import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut, Undecodable
 from libs.bus.messages.migration import DenialReason, MoveDenied, MoveRecord
-from libs.bus.port import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut, Undecodable
 from libs.placement.phases import MovePhase
 
 LOOK = "GET /v1/mesh/migrations (kvmesh migrate --list)"

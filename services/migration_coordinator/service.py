@@ -12,6 +12,7 @@ import structlog
 from libs.balancing.decide import decide
 from libs.balancing.state import LoopState, back_off
 from libs.balancing.view import Decision, Flip, Inbound, Outbound, RoundReport
+from libs.bus.errors import BusError
 from libs.bus.messages.migration import (
     AbandonMove,
     CancelMove,
@@ -31,7 +32,7 @@ from libs.bus.messages.migration import (
     Moves as MovesListed,
 )
 from libs.bus.messages.presence import LoadReport
-from libs.bus.port import BusError, Subscription
+from libs.bus.subscriptions import Subscription
 from libs.placement.phases import MovePhase, is_automatic, is_over, new_move_id
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime

@@ -11,7 +11,7 @@ import structlog
 
 from libs.bus.messages.generation import Place, Placed, Refused, Unplace
 from libs.bus.messages.presence import LoadReport, ServiceKind
-from libs.bus.port import Subscription
+from libs.bus.subscriptions import Subscription
 from libs.kv_events.subscriber import KvSubscriber
 from libs.kv_events.view import KvView
 from libs.routing.policies import POLICIES
@@ -66,7 +66,7 @@ class RouterService:
         self._has_news = False
         self._ticked_at = time.monotonic()
         self._excused_at = self._roster.excused_at
-        self._subscriptions: list[Subscription] = []
+        self._subscriptions: list[Subscription | KvSubscriber] = []
         self._placing: Subscription | None = None
 
     async def open(self, runtime: Runtime) -> None:

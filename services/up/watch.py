@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError
 from libs.bus.messages.presence import Presence, ServiceState
-from libs.bus.port import Bus, BusError
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from services.up.display import Display
 

@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
+from libs.bus.errors import BusError
 from libs.bus.messages.generation import Place, Placed, Refused, TokenDelta, TokenFrame
 from libs.bus.nats_bus import NatsBus
 from libs.bus.nats_server import NatsServer
-from libs.bus.port import BusError
 from tests.bench.figures import Figure, Say
 
 NUM_REQUESTS = 2000

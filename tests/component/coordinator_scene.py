@@ -11,6 +11,8 @@ from hosted import Hosted
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
+from libs.bus.errors import BusError
+from libs.bus.message import Request
 from libs.bus.messages.migration import (
     AbandonMove,
     DenialReason,
@@ -25,7 +27,6 @@ from libs.bus.messages.migration import (
     StartMove,
 )
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
-from libs.bus.port import BusError, Request
 from libs.placement.module import Module, heads_of
 from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Placed, all_home

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from libs.balancing.view import CandidateReport, DeviceSnapshot, RoundReport
+from libs.bus.bus import Bus
 from libs.bus.messages.migration import (
     CancelMove,
     ExplainRounds,
@@ -18,7 +19,7 @@ from libs.bus.messages.migration import (
     PlanMove,
     Rounds,
 )
-from libs.bus.port import Bus, Subscription
+from libs.bus.subscriptions import Subscription
 from libs.placement.module import Module, heads_of, whole_layers
 from libs.placement.phases import MovePhase
 from libs.placement.placement import Placed, Placement, all_home

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import openai
 
+from libs.bus.bus import Bus
 from libs.bus.messages.generation import (
     Abort,
     Place,
@@ -25,7 +26,6 @@ from libs.bus.messages.generation import (
     Unplace,
 )
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
-from libs.bus.port import Bus
 from libs.model.tokenizer import Tokenizer
 from libs.request.generation import Generation, num_tokens
 from libs.request.outcome import FinishReason, RefusalReason

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 from coordinator_scene import coordinator_scene
 
-from libs.bus.messages.migration import CancelMove, DenialReason, MoveAccepted, MoveDenied
-from libs.bus.messages.presence import ServiceState
-from libs.bus.port import (
+from libs.bus.errors import (
     BusError,
     HandlerFailed,
     MessageTooLarge,
@@ -18,6 +16,8 @@ from libs.bus.port import (
     RequestTimedOut,
     Undecodable,
 )
+from libs.bus.messages.migration import CancelMove, DenialReason, MoveAccepted, MoveDenied
+from libs.bus.messages.presence import ServiceState
 from services.migration_coordinator.denials import denial_of, may_have_been_done
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

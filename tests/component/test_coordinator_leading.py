@@ -6,8 +6,8 @@ from typing import Any
 
 from coordinator_scene import Scene, coordinator_scene
 
+from libs.bus.errors import NoResponders
 from libs.bus.messages.migration import ExplainRounds, ListMoves, MoveAccepted
-from libs.bus.port import NoResponders
 from libs.placement.phases import MovePhase
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from workers_mesh import Gateway, WorkersMesh, prompt_of, running_mesh
 
+from libs.bus.errors import BusError
 from libs.bus.messages.generation import Place, Placed, Refused, Unplace
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
-from libs.bus.port import BusError
 from libs.request.outcome import RefusalReason
 
 

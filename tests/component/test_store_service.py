@@ -19,9 +19,9 @@ from store_scene import (
     store_scene,
 )
 
+from libs.bus.errors import HandlerFailed
 from libs.bus.messages.kv_events import KvSnapshot, Removed, Stored, Tier
 from libs.bus.messages.store import FindPrefix, GroupTtls
-from libs.bus.port import HandlerFailed
 from libs.kv.access_trace import hash_ids, read_lines, read_requests, rotated_files
 from libs.transport.frames import Fetch, HandOver, PutLayer, PutNames
 from libs.transport.port import LinkLost

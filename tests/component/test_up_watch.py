@@ -10,8 +10,8 @@ import msgspec
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
+from libs.bus.message import PresenceEntry
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
-from libs.bus.port import PresenceEntry
 from libs.runtime.roster import EXPIRY_SECONDS
 from services.up.watch import Watch
 

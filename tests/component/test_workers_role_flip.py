@@ -9,9 +9,9 @@ from memory_bus import MemoryBus
 from moves_scene import MovesScene
 from workers_mesh import Hosted, WorkersMesh, prompt_of, running_mesh
 
+from libs.bus.errors import NoResponders
 from libs.bus.messages.migration import DenialReason, FlipRole, MoveAccepted, MoveDenied
 from libs.bus.messages.presence import ServiceState
-from libs.bus.port import NoResponders
 from libs.placement.module import whole_layers
 from libs.request.outcome import FailureReason
 

@@ -12,15 +12,11 @@ import msgspec
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError
+from libs.bus.message import Message, PresenceEntry, Request
 from libs.bus.nats_bus import NatsBus
 from libs.bus.nats_server import NatsServer
-from libs.bus.port import (
-    Bus,
-    BusError,
-    Message,
-    PresenceEntry,
-    Request,
-)
 
 T = TypeVar("T")
 

@@ -18,7 +18,8 @@ from bus_scene import (
     until,
 )
 
-from libs.bus.port import NoResponders, NotConnected, PresenceEntry
+from libs.bus.errors import NoResponders, NotConnected
+from libs.bus.message import PresenceEntry
 
 
 async def test_without_a_broker_everything_fails_at_once(scene: Scene) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from bus_scene import AT_ONCE_SECONDS, Echo, Echoed, Note, Scene, ask, soon, until
 
-from libs.bus.port import HandlerFailed, NoResponders, NotConnected
+from libs.bus.errors import HandlerFailed, NoResponders, NotConnected
 
 
 async def test_closing_a_subscription_waits_for_the_handler_in_progress_and_takes_no_more(

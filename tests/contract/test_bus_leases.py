@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from bus_scene import AT_ONCE_SECONDS, TTL_SECONDS, Scene, persist
 
-from libs.bus.port import NotConnected
+from libs.bus.errors import NotConnected
 
 
 async def test_of_two_who_want_a_lease_the_first_has_it_until_it_lets_go(scene: Scene) -> None:

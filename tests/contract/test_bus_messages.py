@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from bus_scene import AT_ONCE_SECONDS, Echo, Forged, Letter, Note, Scene, ask, soon, until
 
-from libs.bus.port import MessageTooLarge
+from libs.bus.errors import MessageTooLarge
 
 
 async def test_every_subscriber_hears_every_message_in_order(scene: Scene) -> None:

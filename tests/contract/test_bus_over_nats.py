@@ -24,10 +24,10 @@ from bus_scene import (
     until,
 )
 
-from libs.bus.nats_bus import NatsBus
-from libs.bus.nats_presence import BUCKET, STREAM
+from libs.bus.errors import BusError, NotConnected, Overloaded, PresenceUnavailable
+from libs.bus.message import PresenceEntry
+from libs.bus.nats_bus import PRESENCE_BUCKET, NatsBus
 from libs.bus.nats_server import NatsServer, find_nats_server
-from libs.bus.port import BusError, NotConnected, Overloaded, PresenceEntry, PresenceUnavailable
 
 SILENCE_NOTICED_SECONDS = 10.0
 
@@ -112,7 +112,7 @@ async def test_a_connection_that_the_broker_ends_with_an_error_is_made_anew(
 async def test_presence_is_a_key_value_bucket_for_other_clients(server: NatsServer, bus: NatsBus) -> None:
     await bus.put_presence("anna", b"1")
     client = await nats.connect(server.url)
-    bucket = await client.jetstream().key_value(BUCKET)
+    bucket = await client.jetstream().key_value(PRESENCE_BUCKET)
     assert (await bucket.get("anna")).value == b"1"
     async with bus.watch_presence() as entries:
         await bucket.put("bert", b"2")
@@ -126,7 +126,7 @@ async def test_a_bucket_that_somebody_removed_is_made_again(server: NatsServer, 
     client = await nats.connect(server.url)
     async with bus.watch_presence() as entries:
         await bus.put_presence("anna", b"1")
-        await client.jetstream().delete_stream(STREAM)
+        await client.jetstream().delete_stream(f"KV_{PRESENCE_BUCKET}")
         await persist(lambda: bus.put_presence("anna", b"2"))
         await told_until(entries, PresenceEntry("anna", b"2"))
     assert await presences(bus, 1) == {"anna": b"2"}
@@ -135,10 +135,12 @@ async def test_a_bucket_that_somebody_removed_is_made_again(server: NatsServer, 
 
 async def test_a_bucket_of_other_settings_is_adapted(server: NatsServer) -> None:
     client = await nats.connect(server.url)
-    await client.jetstream().create_key_value(bucket=BUCKET, ttl=60.0, storage=nats.js.api.StorageType.MEMORY)
+    await client.jetstream().create_key_value(
+        bucket=PRESENCE_BUCKET, ttl=60.0, storage=nats.js.api.StorageType.MEMORY
+    )
     bus = await NatsBus.connect(server.url, presence_ttl_seconds=TTL_SECONDS)
     await bus.put_presence("anna", b"1")
-    status = await (await client.jetstream().key_value(BUCKET)).status()
+    status = await (await client.jetstream().key_value(PRESENCE_BUCKET)).status()
     assert status.ttl == TTL_SECONDS
     await bus.close()
     await client.close()

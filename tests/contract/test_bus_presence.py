@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from bus_scene import TTL_SECONDS, Scene, presences, soon, told_until
 
-from libs.bus.port import PresenceEntry
+from libs.bus.message import PresenceEntry
 
 
 async def test_a_watcher_is_told_what_is_there_and_then_every_change(scene: Scene) -> None:

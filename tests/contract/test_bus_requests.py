@@ -18,7 +18,7 @@ from bus_scene import (
     until,
 )
 
-from libs.bus.port import HandlerFailed, NoResponders, Overloaded, RequestTimedOut, Undecodable
+from libs.bus.errors import HandlerFailed, NoResponders, Overloaded, RequestTimedOut, Undecodable
 
 
 async def test_a_request_gets_the_answer_of_its_type(scene: Scene) -> None:

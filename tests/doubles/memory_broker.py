@@ -6,13 +6,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
+from libs.bus.bus import LEASE_SECONDS
+from libs.bus.errors import BusError, NotConnected, Overloaded
 from libs.bus.open_requests import OpenRequests
-from libs.bus.port import LEASE_SECONDS, BusError, NotConnected, Overloaded
 from libs.bus.presence_watch import PresenceWatch
-from libs.bus.wire import LOST_IN_FLIGHT, MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload
+from libs.bus.wire import LOST_IN_FLIGHT, MAX_WAITING_MESSAGES, MAX_WAITING_REQUESTS, OnPayload, Stored
 
 MAX_PAYLOAD_BYTES = 2**20
 PRESENCE_TTL_SECONDS = 3.0
+
+NOTHING = Stored(None, 0)
 
 _connection_numbers = itertools.count()
 
@@ -26,6 +29,7 @@ class MemoryConnection:
         self.num_dropped_total = 0
         self.requests = OpenRequests[bytes](f"reply-{next(_connection_numbers)}-")
         self.watches: set[PresenceWatch] = set()
+        """Of presence; leases have none."""
 
 
 class MemorySubscription:
@@ -84,6 +88,32 @@ class MemorySubscription:
                 self._queue.task_done()
 
 
+class Shelf:
+    """Values that expire `ttl_seconds` after they were stored."""
+
+    def __init__(self, ttl_seconds: float, clock: Callable[[], float]) -> None:
+        self.ttl_seconds, self._clock = ttl_seconds, clock
+        self._entries: dict[str, tuple[Stored, float]] = {}
+        self._revisions = itertools.count(1)
+
+    def get(self, key: str) -> Stored:
+        stored, ends_at = self._entries.get(key, (NOTHING, 0.0))
+        return stored if ends_at > self._clock() else NOTHING
+
+    def put(self, key: str, value: bytes) -> None:
+        self._entries[key] = (Stored(value, next(self._revisions)), self._clock() + self.ttl_seconds)
+
+    def remove(self, key: str) -> None:
+        self._entries.pop(key, None)
+
+    def items(self) -> list[tuple[str, bytes]]:
+        """All that has not expired."""
+        return [(key, value) for key in self._entries if (value := self.get(key).value) is not None]
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
 class MemoryBroker:
     """Shared by the buses that are to hear each other. `clock` gives seconds, for the expiry of presence
     and leases."""
@@ -96,12 +126,11 @@ class MemoryBroker:
         lease_seconds: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_payload_bytes, self.lease_seconds = max_payload_bytes, lease_seconds
-        self._ttl_seconds, self._clock = presence_ttl_seconds, clock
+        self.max_payload_bytes = max_payload_bytes
         self._connections: list[MemoryConnection] = []
         self._subscriptions: dict[str, list[MemorySubscription]] = {}
-        self._presence: dict[str, tuple[bytes, float]] = {}
-        self._leases: dict[str, tuple[str, float]] = {}
+        self.presence = Shelf(presence_ttl_seconds, clock)
+        self.leases = Shelf(lease_seconds, clock)
         self._turns: dict[tuple[str, str], int] = {}
 
     def stop(self) -> None:
@@ -112,8 +141,8 @@ class MemoryBroker:
     def start(self, *, keeps_presence: bool = False) -> None:
         """It is back, by default with an empty store, and every bus is connected again."""
         if not keeps_presence:
-            self._presence.clear()
-            self._leases.clear()
+            self.presence.clear()
+            self.leases.clear()
         for connection in self._connections:
             self.reconnect(connection)
 
@@ -186,41 +215,14 @@ class MemoryBroker:
         for connection in self._connections:
             connection.requests.fail(reply, error)
 
-    def put_presence(self, key: str, value: bytes) -> None:
-        """Store and tell."""
-        self._presence[key] = (value, self._clock() + self._ttl_seconds)
-        self._tell(key, value)
-
-    def delete_presence(self, key: str) -> None:
-        """Forget and tell."""
-        self._presence.pop(key, None)
-        self._tell(key, None)
-
     def fill(self, watch: PresenceWatch) -> None:
-        """Tell a watch everything that has not expired."""
-        now = self._clock()
-        self._presence = {k: entry for k, entry in self._presence.items() if entry[1] > now}
+        """Tell a watch all presence that has not expired."""
         watch.begin_filling()
-        for key, (value, _) in self._presence.items():
+        for key, value in self.presence.items():
             watch.filled(key, value)
 
-    def hold_lease(self, name: str, holder: str) -> bool:
-        """Whether the lease is this holder's from now on."""
-        if self.lease_holder(name) not in (None, holder):
-            return False
-        self._leases[name] = (holder, self._clock() + self.lease_seconds)
-        return True
-
-    def lease_holder(self, name: str) -> str | None:
-        """Who has it now."""
-        holder, ends_at = self._leases.get(name, (None, 0.0))
-        return holder if ends_at > self._clock() else None
-
-    def drop_lease(self, name: str) -> None:
-        """Nobody has it."""
-        self._leases.pop(name, None)
-
-    def _tell(self, key: str, value: bytes | None) -> None:
+    def announce(self, key: str, value: bytes | None) -> None:
+        """Tell all watches a change of presence."""
         for connection in self._connections:
             if connection.is_connected:
                 for watch in connection.watches:

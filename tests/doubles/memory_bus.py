@@ -5,12 +5,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from memory_broker import MemoryBroker, MemoryConnection, MemorySubscription
+from memory_broker import MemoryBroker, MemoryConnection, MemorySubscription, Shelf
 
-from libs.bus.port import BusError, NoResponders, NotConnected, PresenceEntry
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError, NoResponders, NotConnected
+from libs.bus.message import PresenceEntry
 from libs.bus.presence_watch import PresenceWatch
-from libs.bus.typed_bus import TypedBus
-from libs.bus.wire import OnPayload
+from libs.bus.wire import OnPayload, Stored
 
 
 class MemoryWire:
@@ -97,23 +98,35 @@ class MemoryWire:
             raise NotConnected("the broker is away")
 
 
-class MemoryPresence:
-    """A `PresenceStore`."""
+class MemoryBucket:
+    """A `Bucket`; that of presence is watched."""
 
-    def __init__(self, broker: MemoryBroker, connection: MemoryConnection) -> None:
-        self._broker, self._connection = broker, connection
+    def __init__(self, broker: MemoryBroker, connection: MemoryConnection, shelf: Shelf) -> None:
+        self._broker, self._connection, self._shelf = broker, connection, shelf
+        self.ttl_seconds = shelf.ttl_seconds
 
     async def put(self, key: str, value: bytes) -> None:
-        """As in `Bus`."""
-        self._broker.put_presence(key, value)
+        self._shelf.put(key, value)
+        self._announce(key, value)
 
-    async def delete(self, key: str) -> None:
-        """As in `Bus`."""
-        self._broker.delete_presence(key)
+    async def delete(self, key: str, revision: int | None = None) -> bool:
+        if revision is not None and self._shelf.get(key).revision != revision:
+            return False
+        self._shelf.remove(key)
+        self._announce(key, None)
+        return True
+
+    async def get(self, key: str) -> Stored:
+        return self._shelf.get(key)
+
+    async def replace(self, key: str, value: bytes, revision: int) -> bool:
+        if self._shelf.get(key).revision != revision:
+            return False
+        await self.put(key, value)
+        return True
 
     @asynccontextmanager
     async def watch(self) -> AsyncGenerator[AsyncIterator[PresenceEntry]]:
-        """As in `Bus`."""
         watch = PresenceWatch()
         self._connection.watches.add(watch)
         if self._connection.is_connected:
@@ -124,41 +137,23 @@ class MemoryPresence:
             self._connection.watches.discard(watch)
 
     def close(self) -> None:
-        """As in `PresenceStore`."""
         for watch in self._connection.watches:
             watch.end()
 
-
-class MemoryLeases:
-    """A `LeaseStore`."""
-
-    def __init__(self, broker: MemoryBroker) -> None:
-        self._broker = broker
-        self.lease_seconds = broker.lease_seconds
-
-    async def hold(self, name: str, holder: str) -> bool:
-        """As in `Bus`."""
-        return self._broker.hold_lease(name, holder)
-
-    async def release(self, name: str, holder: str) -> None:
-        """As in `Bus`."""
-        if self._broker.lease_holder(name) == holder:
-            self._broker.drop_lease(name)
-
-    async def holder(self, name: str) -> str | None:
-        """As in `Bus`."""
-        return self._broker.lease_holder(name)
+    def _announce(self, key: str, value: bytes | None) -> None:
+        if self._shelf is self._broker.presence:
+            self._broker.announce(key, value)
 
 
-class MemoryBus(TypedBus):
+class MemoryBus(Bus):
     """One process's bus on `broker`. `disconnect` and `reconnect` play a broken connection."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker, self._connection = broker, broker.connect()
         super().__init__(
             MemoryWire(broker, self._connection),
-            MemoryPresence(broker, self._connection),
-            MemoryLeases(broker),
+            MemoryBucket(broker, self._connection, broker.presence),
+            MemoryBucket(broker, self._connection, broker.leases),
         )
 
     def disconnect(self) -> None:

@@ -10,8 +10,8 @@ from gateway_mesh import Mesh, running_gateway
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
+from libs.bus.message import Message
 from libs.bus.messages.presence import ServiceKind, WorkerLoad
-from libs.bus.port import Message
 
 START_TIMEOUT_SECONDS = 30.0
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from libs.bus.errors import NoResponders, NotConnected, RequestTimedOut
 from libs.bus.open_requests import OpenRequests
-from libs.bus.port import NoResponders, NotConnected, RequestTimedOut
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.bus.port import PresenceEntry
+from libs.bus.message import PresenceEntry
 from libs.bus.presence_watch import PresenceWatch
 
 KEYS = st.sampled_from("abc")

@@ -9,8 +9,7 @@ from gateway_coordinator import Coordinator, seen
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
-from libs.bus.messages.migration import CancelMove, ListMoves, MoveAccepted, Moves
-from libs.bus.port import (
+from libs.bus.errors import (
     BusError,
     HandlerFailed,
     MessageTooLarge,
@@ -20,6 +19,7 @@ from libs.bus.port import (
     RequestTimedOut,
     Undecodable,
 )
+from libs.bus.messages.migration import CancelMove, ListMoves, MoveAccepted, Moves
 from services.gateway.api.errors import ApiError
 from services.gateway.mesh.coordinator import ANSWER_TIMEOUT_SECONDS, LOOK_SECONDS, LoopWatch, ask_coordinator
 

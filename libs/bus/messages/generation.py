@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
-from libs.bus.port import Message, Request
+from libs.bus.message import Message, Request
 from libs.request.generation import Generation
 from libs.request.outcome import FailureReason, FinishReason, RefusalReason
 from libs.request.sampling import TokenLogprobs

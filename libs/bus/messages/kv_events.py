@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import msgspec
 
+from libs.bus.message import Message, Request
 from libs.bus.messages.presence import ServiceKind
-from libs.bus.port import Message, Request
 
 
 class Tier(Enum):

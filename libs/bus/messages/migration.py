@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from libs.balancing.view import RoundReport
-from libs.bus.port import Message, Request
+from libs.bus.message import Message, Request
 from libs.placement.module import Module
 from libs.placement.phases import MovePhase
 from libs.placement.placement import Placement

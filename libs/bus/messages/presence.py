@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
-from libs.bus.port import Message
+from libs.bus.message import Message
 from libs.cost.fetch import FetchCost
 from libs.cost.prefill import PrefillCost
 

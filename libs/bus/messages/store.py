@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from libs.bus.port import Message, Request
+from libs.bus.message import Message, Request
 
 
 class PrefixHeld(msgspec.Struct, frozen=True, kw_only=True, tag="held"):

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import structlog
 
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError, MessageTooLarge, NoResponders, NotConnected
 from libs.bus.messages.presence import Presence
 from libs.bus.messages.store import BlocksCorrupt, FindPrefix, PrefixHeld
-from libs.bus.port import Bus, BusError, MessageTooLarge, NoResponders, NotConnected
 from libs.kv.tensors import BlockShape
 from libs.runtime.runtime import Spawn
 from libs.transport.port import LinkError, LinkLost, Transport

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from libs.bus.bus import Bus
 from libs.bus.messages.presence import Presence
 from libs.bus.messages.store import FindPrefix
-from libs.bus.port import Bus
 from libs.cost.estimators import FetchEstimator
 from libs.cost.fetch import FetchCost
 from libs.kv.runs import runs_by_store

@@ -11,19 +11,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import msgspec
 import structlog
 
+from libs.bus.errors import BusError, MessageTooLarge, NoResponders, NotConnected, RequestTimedOut
+from libs.bus.errors import Overloaded as BusOverloaded
+from libs.bus.message import Message, Request
 from libs.bus.messages.generation import Abort, Place, Placed, Prefill, Refused, Reserve, Unplace
-from libs.bus.port import (
-    BusError,
-    Message,
-    MessageTooLarge,
-    NoResponders,
-    NotConnected,
-    Request,
-    RequestTimedOut,
-)
-from libs.bus.port import (
-    Overloaded as BusOverloaded,
-)
 from libs.request.outcome import FailureReason, RefusalReason
 from services.gateway.generation.live_sessions import LiveSessions
 from services.gateway.generation.readmission import (
@@ -50,11 +41,11 @@ class AskingBus(Protocol):
     """The two verbs of the bus that a dispatch needs."""
 
     async def publish(self, message: Message, *, to: str = "") -> None:
-        """As in `libs.bus.port.Bus`."""
+        """As in `libs.bus.bus.Bus`."""
         ...
 
     async def request(self, message: Request[Answer], *, to: str = "", timeout_seconds: float) -> Answer:
-        """As in `libs.bus.port.Bus`."""
+        """As in `libs.bus.bus.Bus`."""
         ...
 
 

@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError, HandlerFailed, NoResponders, NotConnected, Overloaded, RequestTimedOut
+from libs.bus.message import Request
 from libs.bus.messages.migration import (
     CancelMove,
     DenialReason,
@@ -11,16 +14,6 @@ from libs.bus.messages.migration import (
     MoveDenied,
     PlanMove,
     Rounds,
-)
-from libs.bus.port import (
-    Bus,
-    BusError,
-    HandlerFailed,
-    NoResponders,
-    NotConnected,
-    Overloaded,
-    Request,
-    RequestTimedOut,
 )
 from services.gateway.api.errors import ApiError, DeadlineOver, Failed, Unavailable
 

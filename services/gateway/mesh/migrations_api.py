@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from libs.bus.bus import Bus
 from libs.bus.messages.migration import (
     CancelMove,
     DenialReason,
@@ -18,7 +19,6 @@ from libs.bus.messages.migration import (
     PlanMove,
 )
 from libs.bus.messages.presence import Presence, ServiceState
-from libs.bus.port import Bus
 from libs.placement.phases import is_over
 from libs.runtime.roster import Roster
 from services.gateway.api.admin import MIGRATIONS_PATH

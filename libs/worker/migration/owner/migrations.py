@@ -20,7 +20,7 @@ from libs.bus.messages.migration import (
     PlacementTold,
     StartMove,
 )
-from libs.bus.port import Subscription
+from libs.bus.subscriptions import Subscription
 from libs.engine.errors import EngineClosed, EngineError
 from libs.engine.hosting.port import HostLost
 from libs.placement.module import Module, ModuleKind

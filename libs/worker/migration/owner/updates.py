@@ -7,8 +7,9 @@ from typing import NoReturn
 
 import structlog
 
+from libs.bus.bus import Bus
+from libs.bus.errors import BusError, NotConnected, Overloaded
 from libs.bus.messages.migration import MoveRecord, MoveTold, PlacementTold
-from libs.bus.port import Bus, BusError, NotConnected, Overloaded
 
 TELL_SECONDS = 1.0
 _MAX_UNTOLD = 64

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.bus.codec import check_presence_key, decode, encode, subject_of
+from libs.bus.errors import BusError, MessageTooLarge, NoResponders, Overloaded, Undecodable, error_named
+from libs.bus.message import Message, check_presence_key, decode, encode, subject_of
 from libs.bus.messages.generation import Abort, Place, Placed, Refused, TokenDelta, TokenFrame
 from libs.bus.messages.presence import LoadReport
 from libs.bus.messages.store import GroupTtls
-from libs.bus.port import BusError, Message, MessageTooLarge, NoResponders, Overloaded, Undecodable
-from libs.bus.wire import error_named
 from libs.request.outcome import RefusalReason
 
 LIMIT_BYTES = 2**20

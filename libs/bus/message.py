@@ -1,18 +1,42 @@
-"""Messages as bytes: MessagePack, encoders and decoders built once per type; and the subjects they travel
-on."""
+"""Messages: their types, the subjects they travel on, and their bytes (MessagePack, encoders and decoders
+built once per type)."""
 
 import re
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from libs.bus.port import Message, MessageTooLarge, Undecodable
+from libs.bus.errors import MessageTooLarge, Undecodable
+
+Answer = TypeVar("Answer")
 
 _ADDRESS = re.compile(r"[A-Za-z0-9_-]+\Z")
 _PRESENCE_KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\Z")
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """A fact or an order, published to all subscribers of its subject.
+
+    The subject may contain `{to}`, the incarnation that a message is addressed to.
+    """
+
+    subject: ClassVar[str]
+
+
+class Request(Message, Generic[Answer], frozen=True, kw_only=True):
+    """A message that is answered once. `answer` is the type (or tagged union) that the answer decodes to."""
+
+    answer: ClassVar[Any]
+
+
+class PresenceEntry(msgspec.Struct, frozen=True):
+    """One change of a presence key: `value` None says that the key was deleted."""
+
+    key: str
+    value: bytes | None
 
 
 @cache
