@@ -9,7 +9,7 @@ from disk_writer import BATCH_BLOCKS
 
 WRITER = Path(__file__).with_name("disk_writer.py")
 ROOT = Path(__file__).parents[2]
-NUM_ROUNDS = 10
+NUM_ROUNDS = 5
 
 
 async def killed_writer(folder: Path, first: int, num_steps: int) -> list[tuple[str, int]]:

@@ -32,9 +32,9 @@ async def listen(scene: MovesScene, incarnation: str) -> Told:
 async def test_at_every_epoch_the_blocks_told_are_those_of_its_placement() -> None:
     async with moving_mesh(host={"num_blocks": 1000}) as scene:
         told = await listen(scene, scene.home.incarnation)
-        streams = await scene.begin(3, 300)
+        streams = await scene.begin(3, 200)
         expected = {0: 256}
-        for _ in range(3):
+        for _ in range(2):
             for module in (heads_of(0, 3, (1,)), whole_layers(1, 3)):
                 away = await scene.away(module)
                 back = await scene.back(away.move_id)

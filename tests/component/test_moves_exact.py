@@ -23,8 +23,8 @@ MODULES = {
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 async def test_every_token_is_that_of_an_instance_that_stayed(module: Module) -> None:
     async with moving_mesh() as scene:
-        streams = await scene.begin(5, 300)
-        for _ in range(3):
+        streams = await scene.begin(5, 200)
+        for _ in range(2):
             away = await scene.away(module)
             assert away.num_kv_bytes > 0
             assert scene.placement.placed[0].module == module

@@ -1,6 +1,6 @@
 """A program: compiles every Triton kernel for a CUDA device that need not be there; prints what came of it.
 
-Its argument is the compute capability, 90 for 9.0.
+Its arguments are the compute capability, 90 for 9.0, and the dtypes.
 """
 
 import sys
@@ -22,7 +22,6 @@ ENTRIES = {
     rotary: ("_rotate",),
     swiglu: ("_silu_mul",),
 }
-DTYPES = ("fp32", "bf16")
 FIXED = {
     "NUM_ELEMENTS": 192,
     "COLUMNS": 256,
@@ -58,12 +57,13 @@ def compile_entry(module: types.ModuleType, name: str, dtype: str, capability: i
 
 
 def main() -> None:
+    capability, dtypes = int(sys.argv[1]), sys.argv[2:]
     for module, names in ENTRIES.items():
         for name in names:
             has_optional = OPTIONAL in getattr(module, name).arg_names
-            for dtype in DTYPES:
+            for dtype in dtypes:
                 for is_full in (True, False) if has_optional else (True,):
-                    compile_entry(module, name, dtype, int(sys.argv[1]), is_full=is_full)
+                    compile_entry(module, name, dtype, capability, is_full=is_full)
 
 
 if __name__ == "__main__":

@@ -28,14 +28,14 @@ def test_on_a_cuda_device_they_do_the_work(dtype: torch.dtype) -> None:
     assert chosen == [interpreted("rms_norm"), interpreted("rotary"), interpreted("swiglu")]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_they_compile_for_a_cuda_device(capability: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("capability", "dtypes"), [(80, ["bf16"]), (90, ["fp32", "bf16"])])
+def test_they_compile_for_a_cuda_device(capability: int, dtypes: list[str], tmp_path: Path) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     compiled = subprocess.run(
-        [sys.executable, "-W", "error", PROGRAM, str(capability)],
+        [sys.executable, "-W", "error", PROGRAM, str(capability), *dtypes],
         capture_output=True,
         text=True,
         env=environment,
