@@ -1,14 +1,13 @@
 """Traces over the whole life of a request. Ids travel in message payloads as W3C `traceparent` strings.
 
-Without an exporter a span does nothing and hands the `traceparent` it was given through, so that a client's
-own trace is not cut. A recorded span costs about 20 us: per request and phase, never per token.
+Spans are OpenTelemetry's own. Without an exporter they record nothing and hand the `traceparent` they were
+given through, so that a client's own trace is not cut. A recorded span costs about 20 us: per request and
+phase, never per token.
 """
 
 from threading import Thread
-from types import TracebackType
-from typing import Self
 
-from opentelemetry import context, trace
+from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -21,66 +20,12 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 _EXPORT_TIMEOUT_SECONDS = 5
 
 
-class Span:
-    """A span that does nothing: what `start_span` gives while nothing is exported.
-
-    As a context manager it ends with the block, failed if an exception leaves it; else call `end` once.
-    """
-
-    __slots__ = ("traceparent",)
-
-    def __init__(self, traceparent: str) -> None:
-        self.traceparent = traceparent
-        """What to put into messages, so that the receiver's spans become children of this one."""
-
-    def set(self, key: str, value: AttributeValue) -> None:
-        """Add an attribute."""
-
-    def end(self, error: str = "") -> None:
-        """End it; a non-empty `error` marks it failed. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.end("" if error is None else f"{type(error).__name__}: {error}")
-
-
-class _RecordedSpan(Span):
-    __slots__ = ("_span", "_token")
-
-    def __init__(self, span: trace.Span) -> None:
-        super().__init__(_traceparent_of(trace.set_span_in_context(span)))
-        self._span = span
-
-    def set(self, key: str, value: AttributeValue) -> None:
-        self._span.set_attribute(key, value)
-
-    def end(self, error: str = "") -> None:
-        if error and self._span.is_recording():
-            self._span.set_status(trace.StatusCode.ERROR, error)
-        if self._span.is_recording():
-            self._span.end()
-
-    def __enter__(self) -> Self:
-        self._token = context.attach(trace.set_span_in_context(self._span))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        context.detach(self._token)
-        super().__exit__(kind, error, traceback)
-
-
 class Tracing:
     """This process's exporter. `close` sends what is left, within a bound."""
 
     def __init__(self, provider: TracerProvider | None) -> None:
         self._provider = provider
-        self.tracer = provider.get_tracer("kvmesh") if provider else None
+        self.tracer = provider.get_tracer("kvmesh") if provider else trace.NoOpTracer()
 
     def close(self, timeout_seconds: float = 2.0) -> None:
         """Flush and stop exporting; what could not be sent in time is lost. Blocks up to the timeout."""
@@ -120,15 +65,24 @@ def configure_traces(
     return _tracing
 
 
-def start_span(name: str, traceparent: str = "", **attributes: AttributeValue) -> Span:
-    """Begin a span under `traceparent`, or under the current span where that is empty."""
-    if _tracing.tracer is None:
-        return Span(traceparent)
+def start_span(name: str, traceparent: str = "", **attributes: AttributeValue) -> trace.Span:
+    """Begin a span under `traceparent`. As a context manager it ends with the block, failed if an exception
+    leaves it; else call `end_span`."""
     parent = _PROPAGATOR.extract({"traceparent": traceparent}) if traceparent else None
-    return _RecordedSpan(_tracing.tracer.start_span(name, context=parent, attributes=attributes))
+    return _tracing.tracer.start_span(name, context=parent, attributes=attributes)
 
 
-def _traceparent_of(where: context.Context) -> str:
+def end_span(span: trace.Span, error: str = "") -> None:
+    """End it; a non-empty `error` marks it failed. Idempotent."""
+    if span.is_recording():
+        if error:
+            span.set_status(trace.StatusCode.ERROR, error)
+        span.end()
+
+
+def traceparent_of(span: trace.Span) -> str:
+    """What to put into messages, so that the receiver's spans become children of this one; "" without a
+    trace."""
     carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, where)
+    _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
     return carrier.get("traceparent", "")

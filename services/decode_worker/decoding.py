@@ -13,7 +13,7 @@ from libs.engine.errors import EngineError, PromptTooLong
 from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, TokenOutput
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason, RefusalReason
-from libs.telemetry.traces import start_span
+from libs.telemetry.traces import end_span, start_span
 from libs.transport.frames import HandOver
 from libs.worker.answer_lengths import AnswerLengths
 from libs.worker.recent_requests import RecentRequests
@@ -277,8 +277,8 @@ class Decoding:
     def _end(self, request_id: str, outcome: str) -> HeldSequence | None:
         held = self.sequences.remove(request_id)
         if held is not None:
-            held.span.set("outcome", outcome)
-            held.span.end()
+            held.span.set_attribute("outcome", outcome)
+            end_span(held.span)
             self.ended.set()
         return held
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from opentelemetry.trace import Span
+
 from libs.request.generation import Generation, num_tokens
 from libs.request.outcome import FailureReason
-from libs.telemetry.traces import Span
 from services.decode_worker.adoption import Adoption
 
 

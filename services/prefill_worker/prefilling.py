@@ -19,7 +19,7 @@ from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason, RefusalReason
 from libs.runtime.runtime import Spawn
-from libs.telemetry.traces import start_span
+from libs.telemetry.traces import end_span, start_span
 from libs.transport.frames import HandOverFailed
 from libs.transport.port import LinkError
 from libs.worker.device_events import DeviceEvents
@@ -136,8 +136,8 @@ class Prefilling:
         self._metrics.cache_hits.inc(output.num_cached_tokens)
         self._metrics.queue_seconds.observe(max(0.0, started - prompt.arrived_at))
         self._metrics.prefill_seconds.observe(max(0.0, self._clock() - started))
-        prompt.span.set("num_cached_tokens", output.num_cached_tokens)
-        prompt.span.set("queue_seconds", max(0.0, started - prompt.arrived_at))
+        prompt.span.set_attribute("num_cached_tokens", output.num_cached_tokens)
+        prompt.span.set_attribute("queue_seconds", max(0.0, started - prompt.arrived_at))
         prompt.outlet.put_first_token(prompt, output)
 
     def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
@@ -176,8 +176,8 @@ class Prefilling:
             prompt.finding.cancel()
         if prompt.put is not None:
             self._puts.end(prompt.put)
-        prompt.span.set("outcome", prompt.outcome)
-        prompt.span.end()
+        prompt.span.set_attribute("outcome", prompt.outcome)
+        end_span(prompt.span)
 
     async def _hand_over(self, prompt: Prompt) -> None:
         """Raises PromptFailed."""

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from opentelemetry.trace import Span
+
 from libs.bus.messages.generation import Prefill
 from libs.request.generation import num_tokens
 from libs.request.outcome import FailureReason
-from libs.telemetry.traces import Span
 from libs.worker.stores.collected_put import CollectedPut
 from libs.worker.stores.prefixes import Prefix
 from services.prefill_worker.outlet import Outlet

@@ -119,7 +119,7 @@ class RouterService:
                 del self._waiting[ticket.number]
                 self._admission.leave(ticket.number)
             self._count(answer, self._clock() - now)
-            span.set(
+            span.set_attribute(
                 "outcome", answer.outcome.reason.value if isinstance(answer.outcome, Refused) else "placed"
             )
         return answer.outcome

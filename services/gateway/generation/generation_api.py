@@ -6,11 +6,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
+from opentelemetry.trace import Span
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from libs.telemetry.traces import Span, start_span
+from libs.telemetry.traces import start_span, traceparent_of
 from services.gateway.api.body import read_json
 from services.gateway.api.errors import BadRequest
 from services.gateway.api.gate import Gate
@@ -250,7 +251,7 @@ class GenerationApi:
             tenant=arrival.tenant.name,
             names=named.names,
             conversation=session_of(arrival.tenant, _conversation(asked.fields, arrival)),
-            traceparent=arrival.span.traceparent,
+            traceparent=traceparent_of(arrival.span),
         )
 
 
@@ -274,12 +275,12 @@ class _Generating(Response):
                 session_header=self._request.headers.get(SESSION_HEADER, ""),
             )
             if arrival.tenant.name:
-                span.set("tenant", arrival.tenant.name)
+                span.set_attribute("tenant", arrival.tenant.name)
             try:
                 answering = await self._prepare(self._request, arrival)
                 await answering.run(receive, send)
             except (ClientDisconnect, ClientGone):
-                span.set("client_gone", True)
+                span.set_attribute("client_gone", True)
 
 
 async def _echoes(asked: CompletionRequest, prompts: list[list[int]], language: Language) -> tuple[str, ...]:

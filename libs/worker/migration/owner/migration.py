@@ -7,13 +7,14 @@ from collections.abc import Callable
 import msgspec
 import structlog
 from msgspec.structs import replace
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from libs.bus.messages.migration import MoveRecord
 from libs.engine.errors import EngineError
 from libs.model.errors import ModelError
 from libs.placement.phases import MovePhase, can_abandon, is_over
 from libs.placement.placement import BadPlacement
-from libs.telemetry.traces import Span, start_span
+from libs.telemetry.traces import end_span, start_span, traceparent_of
 from libs.worker.migration.owner.directions import Way
 from libs.worker.migration.owner.engine import Home
 
@@ -121,8 +122,8 @@ class Move:
         self._bound: asyncio.Timeout | None = None
         self._progress = Progress(phase=record.phase)
         self._entered_at = time.monotonic()
-        self._span = Span("")
-        self._phase_span = Span("")
+        self._span: Span = INVALID_SPAN
+        self._phase_span: Span = INVALID_SPAN
 
     def abandon(self, why: str) -> bool:
         """Roll back, if it has not switched; False where it has."""
@@ -154,8 +155,8 @@ class Move:
                 await self._do(self.record.phase)
         finally:
             self._is_decided.set()  # also where it was cut off: nobody waits for ever
-            self._phase_span.end()
-            self._span.end(self.record.error)
+            end_span(self._phase_span)
+            end_span(self._span, self.record.error)
 
     async def _do(self, phase: MovePhase) -> None:
         act = {
@@ -260,10 +261,10 @@ class Move:
         seconds = dict(self.record.phase_seconds)
         seconds[before.value] = seconds.get(before.value, 0.0) + now - self._entered_at
         self._entered_at = now
-        self._phase_span.end(self._progress.trouble)
+        end_span(self._phase_span, self._progress.trouble)
         ended = time.time() if is_over(phase) else 0.0
         if not ended:
-            self._phase_span = start_span(f"move.{phase.value}", self._span.traceparent)
+            self._phase_span = start_span(f"move.{phase.value}", traceparent_of(self._span))
         if phase is MovePhase.FAILED:
             self.record = replace(self.record, num_blocks_after=self._home.num_total_blocks)
         self._progress = replace(self._progress, phase=phase)
