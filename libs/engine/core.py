@@ -15,8 +15,8 @@ import structlog
 import torch
 
 from kernels.paged_attention.contract import PagedAttention
-from libs.bus.messages.presence import WorkerLoad
 from libs.cost.estimators import PrefillEstimator
+from libs.cost.load import WorkerLoad
 from libs.cost.prefill import num_pairs
 from libs.engine.attention import fitting_attention
 from libs.engine.errors import NotYet

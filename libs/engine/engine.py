@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from kernels.paged_attention.contract import PagedAttention
-from libs.bus.messages.presence import WorkerLoad
+from libs.cost.load import WorkerLoad
 from libs.cost.prefill import DEFAULT_PREFILL_COST, PrefillCost
 from libs.engine.core import EngineCore
 from libs.engine.errors import EngineClosed, EngineDied, TooManyCommands

@@ -17,8 +17,7 @@ from typing import Any
 import structlog
 import torch
 
-from libs.bus.messages.migration import Hosted
-from libs.bus.messages.presence import WorkerLoad
+from libs.cost.load import WorkerLoad
 from libs.engine.core import EngineCore
 from libs.engine.errors import EngineClosed, EngineDied, NotYet, WeightsLost
 from libs.engine.hosting.calls import HostedCall
@@ -29,6 +28,7 @@ from libs.engine.meter import Meter
 from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
 from libs.engine.thread_loop import ThreadLoop
 from libs.kv.layer_groups import layers_per_frame
+from libs.placement.placement import Hosted
 from libs.request.outcome import FailureReason
 
 _MAX_POSTED = 64

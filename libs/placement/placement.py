@@ -28,6 +28,17 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """That the host holds for it; of a TOKENS module, that it lends."""
 
 
+class Hosted(msgspec.Struct, frozen=True, kw_only=True):
+    """A module of another instance that this worker runs."""
+
+    move_id: str
+    home: str
+    module: Module
+    num_blocks: int
+    num_bytes: int
+    """KV and weights, of this worker's memory."""
+
+
 class LayerRun(msgspec.Struct, frozen=True):
     """Consecutive layers `first <= layer < end` that one worker runs, so that activations stay with it."""
 

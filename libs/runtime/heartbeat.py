@@ -8,7 +8,8 @@ import msgspec
 import structlog
 
 from libs.bus.errors import BusError
-from libs.bus.messages.presence import LoadReport, WorkerLoad
+from libs.bus.messages.presence import LoadReport
+from libs.cost.load import WorkerLoad
 from libs.runtime.runtime import Runtime
 
 HEARTBEAT_SECONDS = 0.5

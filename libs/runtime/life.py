@@ -7,9 +7,10 @@ from typing import Protocol, runtime_checkable
 import structlog
 
 from libs.bus.errors import BusError
-from libs.bus.messages.presence import ServiceState, WorkerLoad
+from libs.bus.messages.presence import ServiceState
 from libs.config.errors import SettingsError
 from libs.config.load import EXIT_BAD_SETTINGS
+from libs.cost.load import WorkerLoad
 from libs.runtime.heartbeat import beat, keep_reporting_load, report_load
 from libs.runtime.runtime import Runtime, end_tasks
 from libs.runtime.successor import Successor

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from libs.bus.messages.presence import WorkerLoad
+from libs.cost.load import WorkerLoad
 from libs.engine.engine import Engine
 
 

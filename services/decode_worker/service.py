@@ -8,8 +8,9 @@ from typing import NoReturn
 import msgspec
 
 from libs.bus.messages.generation import Abort, Refused, Reserve, Reserved
-from libs.bus.messages.presence import ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import ServiceKind, ServiceState
 from libs.bus.subscriptions import Subscription
+from libs.cost.load import WorkerLoad
 from libs.engine.engine import Engine
 from libs.kv.tensors import BlockShape
 from libs.model.model import Model

@@ -4,10 +4,11 @@ carry the blocks."""
 from collections.abc import Callable
 from typing import NoReturn
 
-from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.bus.messages.presence import ServiceKind
 from libs.bus.messages.store import BlocksCorrupt, FindPrefix, GroupTtls, PrefixHeld
 from libs.bus.subscriptions import Subscription
 from libs.config.errors import SettingsError
+from libs.cost.load import WorkerLoad
 from libs.kv.block_tree import MEMORY
 from libs.kv_events.metrics import watch_publisher
 from libs.kv_events.publisher import KvEventPublisher

@@ -1,7 +1,7 @@
 """What a store tells the mesh of its tiers."""
 
 from libs.bus.messages.kv_events import Tier
-from libs.bus.messages.presence import TierLoad
+from libs.cost.load import TierLoad
 from libs.kv.block_tree import DISK, MEMORY
 from services.kv_store.store import Store
 

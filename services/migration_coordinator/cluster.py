@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from libs.balancing.view import Device, MeshView, Role, UnderWay, reported_load
 from libs.bus.messages.migration import PlacementTold
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import WorkerLoad
 from libs.cost.migration import shape_of
 from libs.placement.placement import Placed, Placement
 

@@ -8,8 +8,9 @@ from typing import NoReturn
 import msgspec
 
 from libs.bus.messages.generation import Abort, Prefill, Queued, Refused
-from libs.bus.messages.presence import Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.bus.subscriptions import Subscription
+from libs.cost.load import WorkerLoad
 from libs.engine.engine import Engine
 from libs.model.model import Model
 from libs.runtime.roster import Roster, RosterChange, watch_roster

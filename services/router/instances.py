@@ -3,8 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from libs.bus.messages.presence import Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.cost.fetch import DEFAULT_FETCH_COST
+from libs.cost.load import WorkerLoad
 from libs.cost.prefill import DEFAULT_PREFILL_COST
 from libs.routing.candidates import Floats, Ints
 

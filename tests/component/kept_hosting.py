@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from libs.bus.messages.migration import Hosted
 from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.port import Answer
 from libs.model.layer import Layer
 from libs.placement.module import Module, whole_layers
+from libs.placement.placement import Hosted
 
 Answerer = Callable[[HostedCall, Answer], None]
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hosting_scene import MODELS, NUM_BLOCKS, Home, HostScene
 
-from libs.bus.messages.migration import Hosted
 from libs.engine.hosting.calls import (
     ANSWERED,
     Attend,
@@ -29,6 +28,7 @@ from libs.engine.hosting.port import Answer, Host, HostLost
 from libs.engine.thread_loop import ThreadLoop
 from libs.model.layer import Layer
 from libs.placement.module import Module, heads_of, whole_layers
+from libs.placement.placement import Hosted
 from libs.transport.choose import TransportKind, make_transport
 from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import Transport

@@ -2,7 +2,8 @@
 
 import pytest
 
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, TierLoad, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import TierLoad, WorkerLoad
 from services.gateway.mesh.view import (
     Loads,
     instances,

@@ -15,7 +15,7 @@ from libs.balancing.view import RoundReport
 from libs.bus.message import Message, Request
 from libs.placement.module import Module
 from libs.placement.phases import MovePhase
-from libs.placement.placement import Placement
+from libs.placement.placement import Hosted, Placement
 
 
 class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,17 +134,6 @@ class MoveTold(Message, frozen=True, kw_only=True, tag="move_told"):
 
     subject: ClassVar[str] = "kvmesh.migration.told"
     move: MoveRecord
-
-
-class Hosted(msgspec.Struct, frozen=True, kw_only=True):
-    """A module of another instance that this worker runs."""
-
-    move_id: str
-    home: str
-    module: Module
-    num_blocks: int
-    num_bytes: int
-    """KV and weights, of this worker's memory."""
 
 
 class PlacementTold(Message, frozen=True, kw_only=True, tag="placement_told"):

@@ -16,7 +16,6 @@ import structlog
 import torch
 
 from kernels.paged_attention.contract import PagedAttention
-from libs.bus.messages.migration import Hosted
 from libs.engine.errors import EngineError, MoveRefused, NoRoom
 from libs.engine.hosting.calls import HostedCall, move_id_of
 from libs.engine.hosting.hosted_calls import HostedCalls
@@ -27,7 +26,7 @@ from libs.engine.memory.pool import BlockLayout, Pool
 from libs.model.errors import ModelError
 from libs.model.model import Layer, Model
 from libs.placement.module import Module, ModuleKind
-from libs.placement.placement import BadPlacement, all_home, check_module
+from libs.placement.placement import BadPlacement, Hosted, all_home, check_module
 
 
 class OwnPool(Protocol):

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from libs.bus.messages.migration import Hosted
 from libs.engine.core import EngineCore
 from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.port import Answer
 from libs.engine.thread import EngineThread
 from libs.model.model import Layer
 from libs.placement.module import Module
+from libs.placement.placement import Hosted
 
 Ask = Callable[[Callable[[EngineCore], Any]], Awaitable[Any]]
 """Does something on the engine's thread; gives what it returned, raises what it raised, and EngineClosed."""

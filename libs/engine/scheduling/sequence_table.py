@@ -12,7 +12,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from libs.bus.messages.presence import WorkerLoad
+from libs.cost.load import WorkerLoad
 from libs.cost.prefill import PrefillCost, prefill_seconds
 from libs.engine.errors import (
     BadBlocks,

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from libs.bus.messages.migration import Hosted, MoveRecord
+from libs.bus.messages.migration import MoveRecord
 from libs.placement.phases import MovePhase
+from libs.placement.placement import Hosted
 
 _PHASE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)

@@ -5,11 +5,12 @@ from typing import Any
 
 import msgspec
 
-from libs.bus.messages.migration import Hosted, MoveRecord, PlacementTold
-from libs.bus.messages.presence import Presence, WorkerLoad
+from libs.bus.messages.migration import MoveRecord, PlacementTold
+from libs.bus.messages.presence import Presence
+from libs.cost.load import WorkerLoad
 from libs.placement.module import ModuleKind, module_in_words
 from libs.placement.phases import is_over
-from libs.placement.placement import Placed, Placement
+from libs.placement.placement import Hosted, Placed, Placement
 from services.gateway.mesh.placements import HeardPlacement, Placements
 from services.gateway.mesh.view import WORKERS, Loads
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import NoReturn, Protocol
 import structlog
 import torch
 
-from libs.bus.messages.migration import Hosted
 from libs.engine.errors import EngineError, NoRoom
 from libs.model.layer import Layer
 from libs.placement.module import Module
+from libs.placement.placement import Hosted
 from libs.runtime.runtime import Spawn
 from libs.transport.port import Link, LinkError, Listener, Received
 from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing

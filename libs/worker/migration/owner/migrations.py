@@ -13,7 +13,6 @@ import structlog
 from libs.bus.messages.migration import (
     AbandonMove,
     DenialReason,
-    Hosted,
     MoveAccepted,
     MoveDenied,
     MoveRecord,
@@ -25,7 +24,7 @@ from libs.engine.errors import EngineClosed, EngineError
 from libs.engine.hosting.port import HostLost
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import MovePhase, is_over
-from libs.placement.placement import Placed, Placement
+from libs.placement.placement import Hosted, Placed, Placement
 from libs.runtime.roster import Roster
 from libs.runtime.runtime import Runtime
 from libs.worker.migration.metrics import MoveMetrics
