@@ -12,7 +12,8 @@ from libs.bus.messages.generation import TokenFrame
 from libs.bus.messages.migration import MoveTold, PlacementTold
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
 from libs.bus.subscriptions import Subscription
-from libs.placement.phases import is_over
+from libs.mesh.cluster_state import ClusterState
+from libs.mesh.workers import names_of
 from libs.request.outcome import FailureReason
 from libs.runtime.http_server import HttpServer
 from libs.runtime.roster import Roster, RosterChange, watch_roster
@@ -34,10 +35,8 @@ from services.gateway.mesh.coordinator import LoopWatch
 from services.gateway.mesh.mesh_feed import MeshFeed
 from services.gateway.mesh.mesh_page import MeshPage
 from services.gateway.mesh.migrations_api import MigrationsApi
-from services.gateway.mesh.placement_view import move_document, names_of, placement_document
-from services.gateway.mesh.placements import Placements
+from services.gateway.mesh.placement_view import move_document, placement_document
 from services.gateway.mesh.view import (
-    Loads,
     instances,
     mesh_status,
     model_filter,
@@ -60,7 +59,8 @@ class GatewayService:
     ) -> None:
         self._settings, self._open_language = settings, open_language
         self._gate = Gate(settings.max_concurrent_requests)
-        self._roster, self._loads, self._placements = Roster(), Loads(), Placements()
+        self._roster = Roster()
+        self._cluster = ClusterState(self._roster)
         self._loop: LoopWatch | None = None
         self._served = ServedModel(
             settings.served_model_name or (default_name(settings.model),),
@@ -124,7 +124,10 @@ class GatewayService:
                 max_body_bytes=max_body_bytes,
             ),
             MigrationsApi(
-                runtime.bus, self._roster, self._placements, self._loads, max_body_bytes=max_body_bytes
+                runtime.bus,
+                self._cluster,
+                deadline_seconds=self._settings.move_deadline_seconds,
+                max_body_bytes=max_body_bytes,
             ),
             MeshPage(self._feed, metrics),
             metrics,
@@ -164,29 +167,23 @@ class GatewayService:
             self._live.on_frame(frame, time.monotonic())
 
     def _on_load(self, report: LoadReport) -> None:
-        now = time.monotonic()
-        if self._roster.get(report.incarnation) is not None:
-            self._loads.hear(report, now)
+        self._cluster.hear_load(report, time.time())
         if self._live is not None:
-            self._live.on_load(report, now)
+            self._live.on_load(report, time.monotonic())
 
     def _on_placement(self, told: PlacementTold) -> None:
-        is_here = self._roster.get(told.placement.home) is not None
-        if is_here and self._placements.hear(told, time.monotonic()):
+        if self._cluster.hear_placement(told, time.time()):
             self._feed.changed()
 
     def _on_move(self, told: MoveTold) -> None:
-        """Of a home that nobody knows only how a move ended is kept: nobody would end what it was moving."""
-        is_here = self._roster.get(told.move.instance) is not None
-        if (is_here or is_over(told.move.phase)) and self._placements.hear_move(told.move):
+        if self._cluster.hear_migration(told.move, time.time()):
             self._feed.changed()
 
     def _roster_changed(self, change: RosterChange) -> None:
         self._feed.changed()
+        self._cluster.roster_changed(change, time.time())
         num_routers = len(self._roster.of_kind(ServiceKind.ROUTER))
         for presence in change.departed:
-            self._loads.forget(presence.incarnation)
-            self._placements.forget(presence.incarnation, time.time())
             if self._live is not None:
                 self._live.on_departed(presence, num_routers_left=num_routers)
 
@@ -200,12 +197,14 @@ class GatewayService:
         return Readiness(reasons, instances(services))
 
     def _mesh(self) -> dict[str, Any]:
-        now, services = time.monotonic(), self._roster.all()
-        status = mesh_status(services, self._loads, now)
-        status["placement"] = placement_document(services, self._placements, self._loads, now)
+        now, services = time.time(), self._roster.all()
+        status = mesh_status(services, self._cluster.loads, now)
+        status["placement"] = placement_document(self._cluster, now)
         names = names_of(services)
-        status["migrations"] = [move_document(move, names) for move in self._placements.latest(SHOWN_MOVES)]
-        status["unix_seconds"] = time.time()
+        status["migrations"] = [
+            move_document(move, names) for move in self._cluster.migrations.latest(SHOWN_MOVES)
+        ]
+        status["unix_seconds"] = now
         status["loop"] = self._loop.last if self._loop is not None else None
         status["models"] = list(self._served.names)
         status["reasons"] = self._readiness().reasons

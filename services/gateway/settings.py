@@ -41,6 +41,9 @@ class GatewaySettings(RuntimeSettings, frozen=True, kw_only=True):
     request_timeout_seconds: Annotated[
         float, Meta(description="deadline of a request, from its arrival", gt=0, le=86400)
     ] = 600.0
+    move_deadline_seconds: Annotated[
+        float, Meta(description="a move by hand that has not switched by then is rolled back", gt=0)
+    ] = 60.0
     replay: Annotated[
         Literal["on", "off"], Meta(description="whether a sequence goes on elsewhere when its worker is lost")
     ] = "on"

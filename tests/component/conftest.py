@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 
 import pytest
-from gateway_coordinator import Coordinator
+from gateway_coordinator import Coordinator, Owners
 from gateway_mesh import Mesh, running_gateway
 from gateway_moves import ADMIN_KEY
 from memory_broker import MemoryBroker
@@ -27,6 +27,14 @@ async def coordinator(mesh: Mesh) -> Coordinator:
     coordinator = Coordinator(mesh.bus)
     await coordinator.open()
     return coordinator
+
+
+@pytest.fixture
+async def owners(mesh: Mesh) -> Owners:
+    """The workers there, which take orders to move modules."""
+    owners = Owners(mesh.bus)
+    await owners.open()
+    return owners
 
 
 @pytest.fixture

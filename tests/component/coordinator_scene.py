@@ -17,16 +17,15 @@ from libs.bus.messages.migration import (
     AbandonMove,
     DenialReason,
     FlipRole,
-    ListMoves,
     MoveAccepted,
     MoveDenied,
     MoveRecord,
     MoveTold,
     PlacementTold,
-    PlanMove,
     StartMove,
 )
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import WorkerLoad
 from libs.placement.module import Module, heads_of
 from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Placed, all_home
@@ -230,15 +229,23 @@ class Scene:
     def ask(self, question: Request[Any]) -> Awaitable[Any]:
         return self.asker.request(question, timeout_seconds=10)
 
-    async def plan(self, instance: str = "", host: str = "", **fields: Any) -> MoveAccepted | MoveDenied:
-        if host:
-            fields = {"module": ONE_HEAD, **fields}
-        answer: MoveAccepted | MoveDenied = await self.ask(PlanMove(instance=instance, host=host, **fields))
-        return answer
+    async def order_by_hand(self, owner: ToldWorker, host: ToldWorker) -> str:
+        """As a gateway does; returns the id of the move."""
+        order = StartMove(
+            move_id=f"manual-{len(owner.started)}",
+            module=ONE_HEAD,
+            host=host.incarnation,
+            expected_epoch=owner.placement.epoch,
+            deadline_seconds=60.0,
+        )
+        answer = await self.asker.request(order, to=owner.incarnation, timeout_seconds=10)
+        assert isinstance(answer, MoveAccepted)
+        return answer.move_id
 
-    async def move(self, move_id: str) -> MoveRecord | None:
-        moves = (await self.ask(ListMoves(move_id=move_id))).moves
-        return moves[0] if moves else None
+    def move(self, move_id: str) -> MoveRecord | None:
+        """As the leader knows it."""
+        (leader,) = (one for one in self.coordinators if one.is_alive and one.leads)
+        return leader.service._migrations.get(move_id)
 
     async def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         async with asyncio.timeout(seconds):

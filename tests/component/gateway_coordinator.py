@@ -1,28 +1,29 @@
-"""A leading coordinator that answers what a test says, and what workers tell of placements and moves."""
+"""A leading coordinator and owners that answer what a test says, and what workers tell of themselves."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from libs.balancing.view import CandidateReport, DeviceSnapshot, RoundReport
 from libs.bus.bus import Bus
 from libs.bus.messages.migration import (
-    CancelMove,
+    AbandonMove,
     ExplainRounds,
-    Hosted,
-    ListMoves,
     MoveAccepted,
     MoveDenied,
     MoveRecord,
-    Moves,
+    MoveTold,
     PlacementTold,
-    PlanMove,
     Rounds,
+    StartMove,
 )
 from libs.bus.subscriptions import Subscription
 from libs.placement.module import Module, heads_of, whole_layers
 from libs.placement.phases import MovePhase
-from libs.placement.placement import Placed, Placement, all_home
+from libs.placement.placement import Hosted, Placed, Placement, all_home
 
 NUM_LAYERS, NUM_HEADS = 30, 3
 DECODE, PREFILL = "decode-0-i", "prefill-0-i"
@@ -31,45 +32,85 @@ DECODE, PREFILL = "decode-0-i", "prefill-0-i"
 
 @dataclass
 class Coordinator:
-    """Serves what gateways ask."""
+    """Explains what a test says."""
 
     bus: Bus
-    answer: MoveAccepted | MoveDenied = field(default_factory=lambda: MoveAccepted(move_id="m1", epoch=0))
-    on_plan: Callable[[PlanMove], None] = lambda _: None
-    moves: list[MoveRecord] = field(default_factory=list)
     rounds: list[RoundReport] = field(default_factory=list)
-    asked: list[Any] = field(default_factory=list)
+    asked: list[ExplainRounds] = field(default_factory=list)
     served: list[Subscription] = field(default_factory=list)
 
     async def open(self) -> None:
-        self.served = [
-            await self.bus.serve(PlanMove, self._plan),
-            await self.bus.serve(CancelMove, self._cancel),
-            await self.bus.serve(ListMoves, self._list),
-            await self.bus.serve(ExplainRounds, self._explain),
-        ]
+        self.served = [await self.bus.serve(ExplainRounds, self._explain)]
 
     async def leave(self) -> None:
         for served in self.served:
             await served.close()
-
-    async def _plan(self, plan: PlanMove) -> MoveAccepted | MoveDenied:
-        self.asked.append(plan)
-        self.on_plan(plan)
-        return self.answer
-
-    async def _cancel(self, cancel: CancelMove) -> MoveAccepted | MoveDenied:
-        self.asked.append(cancel)
-        return self.answer
-
-    async def _list(self, listing: ListMoves) -> Moves:
-        return Moves(moves=tuple(m for m in self.moves if listing.move_id in ("", m.move_id)))
 
     async def _explain(self, explain: ExplainRounds) -> Rounds:
         if explain.num_rounds != 1:  # one round is what gateways look at by themselves
             self.asked.append(explain)
         rounds = tuple(self.rounds[: explain.num_rounds])
         return Rounds(leader="coordinator-0", is_automatic=True, rounds=rounds)
+
+
+@dataclass
+class Owners:
+    """Workers as far as they take orders to move modules: what they answer, and tell of what they begin."""
+
+    bus: Bus
+    answer: MoveDenied | None = None
+    begins: MoveRecord | None = None
+    """What is told of each move that begins, with its id."""
+    asked: list[StartMove | AbandonMove] = field(default_factory=list)
+    hangs: bool = False
+    breaks: bool = False
+    served: list[Subscription] = field(default_factory=list)
+
+    async def open(self) -> None:
+        for worker in (DECODE, PREFILL):
+            self.served.append(await self.bus.serve(StartMove, self._start, at=worker))
+            self.served.append(await self.bus.serve(AbandonMove, self._abandon, at=worker))
+
+    async def leave(self) -> None:
+        for served in self.served:
+            await served.close()
+
+    async def tell(self, *records: MoveRecord) -> None:
+        for one in records:
+            await self.bus.publish(MoveTold(move=one))
+
+    async def _start(self, order: StartMove) -> MoveAccepted | MoveDenied:
+        return await self._follow(order, self.begins)
+
+    async def _abandon(self, order: AbandonMove) -> MoveAccepted | MoveDenied:
+        return await self._follow(order, None)
+
+    async def _follow(
+        self, order: StartMove | AbandonMove, begins: MoveRecord | None
+    ) -> MoveAccepted | MoveDenied:
+        self.asked.append(order)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.breaks:
+            raise RuntimeError("broken")
+        if self.answer is None and begins is not None:
+            await self.tell(msgspec.structs.replace(begins, move_id=order.move_id))
+        return self.answer or MoveAccepted(move_id=order.move_id, epoch=0)
+
+
+def order(**facts: Any) -> StartMove:
+    """As a gateway gives it, but for its id."""
+    known: dict[str, Any] = {
+        "host": PREFILL,
+        "expected_epoch": 0,
+        "deadline_seconds": 60.0,
+        "reason": "manual",
+    }
+    return StartMove(move_id="", **{**known, **facts})
+
+
+def without_ids(asked: Iterable[StartMove | AbandonMove]) -> list[StartMove | AbandonMove]:
+    return [msgspec.structs.replace(one, move_id="") for one in asked]
 
 
 def placed(module: Module, worker: str = PREFILL, move_id: str = "m1", **facts: Any) -> Placed:

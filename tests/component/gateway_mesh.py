@@ -25,7 +25,8 @@ from libs.bus.messages.generation import (
     TokenFrame,
     Unplace,
 )
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import WorkerLoad
 from libs.model.tokenizer import Tokenizer
 from libs.request.generation import Generation, num_tokens
 from libs.request.outcome import FinishReason, RefusalReason

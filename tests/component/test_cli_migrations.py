@@ -13,24 +13,27 @@ from typing import Any
 import httpx
 import pytest
 from gateway_coordinator import (
-    DECODE,
+    HEADS_AWAY,
     LAYERS_AWAY,
     NUM_LAYERS,
     PREFILL,
     Coordinator,
+    Owners,
     at_home,
     candidate,
     done,
     hosted,
+    order,
     record,
     seen,
     told,
+    without_ids,
 )
 from gateway_mesh import Mesh
 from gateway_moves import ADMIN_KEY
 
-from libs.bus.messages.migration import CancelMove, DenialReason, MoveDenied, PlanMove
-from libs.bus.messages.presence import WorkerLoad
+from libs.bus.messages.migration import AbandonMove, DenialReason, MoveDenied
+from libs.cost.load import WorkerLoad
 from libs.placement.module import heads_of, lent_blocks, whole_layers
 from libs.placement.phases import MovePhase
 from services.cli.__main__ import main
@@ -106,30 +109,28 @@ ASKED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 
 
 async def test_each_way_to_ask_asks_for_what_it_says(
-    coordinator: Coordinator, kvmesh: Callable[..., Any]
+    mesh: Mesh, owners: Owners, kvmesh: Callable[..., Any]
 ) -> None:
     for words, meant in ASKED:
         code, out, err = await kvmesh("migrate", "decode-0", "--to", "prefill-0", *words)
         assert (code, err) == (0, "")
-        assert "move m1 begins" in out
-        assert coordinator.asked.pop() == PlanMove(instance=DECODE, host=PREFILL, **meant)
-    assert (await kvmesh("migrate", "decode-0", "--return", "m0"))[0] == 0
-    assert (await kvmesh("migrate", "--return", "m0"))[0] == 0
-    assert coordinator.asked == [
-        PlanMove(instance=DECODE, returned_move_id="m0"),
-        PlanMove(returned_move_id="m0"),
-    ]
+        assert f"move {owners.asked[-1].move_id} begins" in out
+        assert without_ids([owners.asked.pop()]) == [order(**meant)]
+    await tell(mesh, told(LAYERS_AWAY))
+    assert (await kvmesh("migrate", "decode-0", "--return", "m1"))[0] == 0
+    assert (await kvmesh("migrate", "--return", "m1"))[0] == 0
+    assert without_ids(owners.asked) == [order(host="", expected_epoch=1, returned_move_id="m1")] * 2
 
 
 async def test_a_move_that_is_waited_for_is_told_phase_by_phase(
-    coordinator: Coordinator, kvmesh: Callable[..., Any]
+    owners: Owners, kvmesh: Callable[..., Any]
 ) -> None:
-    coordinator.moves = [done()]
+    owners.begins = done()
     words = ("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
     code, out, _ = await kvmesh(*words)
     assert code == 0
     assert out.splitlines() == [
-        "move m1: layers 20-29 of decode-0 to prefill-0 (migrate)",
+        f"move {owners.asked[0].move_id}: layers 20-29 of decode-0 to prefill-0 (migrate)",
         "  reserving       0.02 s",
         "  copying         0.90 s  KV 12.0 MiB, weights 70.0 MiB",
         "  catching up     0.30 s  2 rounds",
@@ -140,13 +141,11 @@ async def test_a_move_that_is_waited_for_is_told_phase_by_phase(
     assert json.loads(out)["num_blocks_after"] == 1200
 
 
-async def test_a_move_that_fails_says_why_in_one_line(
-    coordinator: Coordinator, kvmesh: Callable[..., Any]
-) -> None:
-    coordinator.moves = [record(MovePhase.FAILED, error="prefill-0 has no room")]
+async def test_a_move_that_fails_says_why_in_one_line(owners: Owners, kvmesh: Callable[..., Any]) -> None:
+    owners.begins = record(MovePhase.FAILED, error="prefill-0 has no room")
     code, out, err = await kvmesh("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
     assert code == 1
-    assert err == "kvmesh: move m1 failed: prefill-0 has no room\n"
+    assert err == f"kvmesh: move {owners.asked[0].move_id} failed: prefill-0 has no room\n"
     assert "done" not in out
 
 
@@ -154,23 +153,23 @@ async def test_a_move_that_fails_says_why_in_one_line(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
 )
 async def test_who_stops_waiting_is_told_what_goes_on_and_how_to_cancel_it(
-    coordinator: Coordinator, number: signal.Signals, code: int
+    owners: Owners, number: signal.Signals, code: int
 ) -> None:
-    coordinator.moves = [record(host_name="prefill-0", instance_name="decode-0")]
+    owners.begins = record(host_name="prefill-0", instance_name="decode-0")
     words = ("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
     command = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.cli", *words, stdout=PIPE, stderr=PIPE
     )
     assert command.stdout is not None
     async with asyncio.timeout(30):
-        assert (await command.stdout.readline()).startswith(b"move m1: layers 20-29 of decode-0")
+        assert b": layers 20-29 of decode-0" in await command.stdout.readline()
         command.send_signal(number)
         _, said = await command.communicate()
     assert command.returncode == code
     (line,) = said.decode().splitlines()
-    assert line.startswith("move m1 goes on without this command")
-    assert "kvmesh migrate --cancel m1" in line
-    assert not any(isinstance(asked, CancelMove) for asked in coordinator.asked)
+    (asked,) = owners.asked  # nothing was cancelled
+    assert line.startswith(f"move {asked.move_id} goes on without this command")
+    assert f"kvmesh migrate --cancel {asked.move_id}" in line
 
 
 @pytest.mark.parametrize(
@@ -179,10 +178,10 @@ async def test_who_stops_waiting_is_told_what_goes_on_and_how_to_cancel_it(
     ids=" ".join,
 )
 async def test_a_command_that_nobody_reads_ends_without_a_word(
-    coordinator: Coordinator, words: tuple[str, ...]
+    mesh: Mesh, coordinator: Coordinator, words: tuple[str, ...]
 ) -> None:
     coordinator.rounds = [seen(9, candidates=(candidate(),)), seen(8)]
-    coordinator.moves = [done()]
+    await tell(mesh, told(HEADS_AWAY, moves=(done(),)))
     read_end, write_end = os.pipe()
     os.close(read_end)
     command = await asyncio.create_subprocess_exec(
@@ -194,51 +193,51 @@ async def test_a_command_that_nobody_reads_ends_without_a_word(
 
 
 async def test_a_move_whose_reader_has_gone_goes_on_and_it_is_said_how_to_cancel_it(
-    coordinator: Coordinator,
+    owners: Owners,
 ) -> None:
-    coordinator.moves = [record(host_name="prefill-0", instance_name="decode-0")]
+    owners.begins = record(host_name="prefill-0", instance_name="decode-0")
     words = ("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
     read_end, write_end = os.pipe()
     command = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.cli", *words, stdout=write_end, stderr=PIPE
     )
     os.close(write_end)
-    assert (await asyncio.to_thread(os.read, read_end, 100)).startswith(b"move m1: layers 20-29")
+    assert b": layers 20-29" in await asyncio.to_thread(os.read, read_end, 100)
     os.close(read_end)
-    coordinator.moves = [done()]
+    (asked,) = owners.asked
+    await owners.tell(done(move_id=asked.move_id))
     _, said = await command.communicate()
     assert command.returncode == 141
-    assert said.startswith(b"move m1 goes on without this command")
+    assert said.startswith(f"move {asked.move_id} goes on without this command".encode())
     assert said.count(b"\n") == 1
 
 
-async def test_a_refusal_is_one_line(coordinator: Coordinator, kvmesh: Callable[..., Any]) -> None:
-    coordinator.answer = MoveDenied(
-        reason=DenialReason.STALE_EPOCH, detail="the placement has epoch 4", epoch=4
-    )
+async def test_a_refusal_is_one_line(owners: Owners, kvmesh: Callable[..., Any]) -> None:
+    owners.answer = MoveDenied(reason=DenialReason.STALE_EPOCH, detail="the placement has epoch 4", epoch=4)
     code, out, err = await kvmesh("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30")
     assert (code, out, err) == (1, "", "kvmesh: the placement has epoch 4 (HTTP 409)\n")
 
 
 async def test_without_a_coordinator_it_is_said_how_to_start_one(kvmesh: Callable[..., Any]) -> None:
-    for words in (("explain",), ("migrate", "decode-0", "--to", "prefill-0", "--tokens")):
-        code, _, err = await kvmesh(*words)
-        assert code == 1
-        assert "kvmesh up --coordinators 1" in err
-        assert err.count("\n") == 1
+    code, _, err = await kvmesh("explain")
+    assert code == 1
+    assert "kvmesh up --coordinators 1" in err
+    assert err.count("\n") == 1
 
 
 async def test_moves_are_listed_and_one_cancelled(
-    coordinator: Coordinator, kvmesh: Callable[..., Any]
+    mesh: Mesh, owners: Owners, kvmesh: Callable[..., Any]
 ) -> None:
     assert (await kvmesh("migrate", "--list"))[1] == "There was no move yet.\n"
-    coordinator.moves = [
-        record(move_id="m2", num_total_bytes=80 << 20, num_weight_bytes=20 << 20),
+    failed = {"error": "no room", "num_blocks_before": 2912, "num_blocks_after": 2912}
+    moves = (
         record(
-            MovePhase.FAILED, move_id="m0", error="no room", num_blocks_before=2912, num_blocks_after=2912
+            move_id="m2", num_total_bytes=80 << 20, num_weight_bytes=20 << 20, started_unix_seconds=1003.0
         ),
+        record(MovePhase.FAILED, move_id="m0", started_unix_seconds=1002.0, **failed),
         done(),
-    ]
+    )
+    await tell(mesh, told(HEADS_AWAY, moves=moves))
     _, out, _ = await kvmesh("migrate", "--list")
     lines = [line for line in out.splitlines() if not line.startswith("  ")]
     assert [(line.split()[0], line.split()[2]) for line in lines] == [
@@ -253,8 +252,8 @@ async def test_moves_are_listed_and_one_cancelled(
     _, out, _ = await kvmesh("migrate", "--list", "--output", "json")
     assert len(json.loads(out)["data"]) == 3
     code, out, _ = await kvmesh("migrate", "--cancel", "m2")
-    assert (code, coordinator.asked) == (0, [CancelMove(move_id="m2")])
-    assert out == "move m1 is rolled back\n"
+    assert (code, owners.asked) == (0, [AbandonMove(move_id="m2")])
+    assert out == "move m2 is rolled back\n"
 
 
 async def test_the_loop_is_explained(coordinator: Coordinator, kvmesh: Callable[..., Any]) -> None:
@@ -270,8 +269,9 @@ async def test_the_loop_is_explained(coordinator: Coordinator, kvmesh: Callable[
 
 
 async def test_a_wrong_key_is_told_where_the_right_one_is(
-    coordinator: Coordinator, kvmesh: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, owners: Owners, kvmesh: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await tell(mesh, told(HEADS_AWAY, moves=(record(),)))
     words = ("migrate", "--cancel", "m1")
     for key in ("wrong", "schlüssel"):
         code, _, err = await kvmesh(*words, "--admin-key", key)
@@ -279,7 +279,7 @@ async def test_a_wrong_key_is_told_where_the_right_one_is(
         assert "the admin key is needed: --admin-key or $KVMESH_ADMIN_KEY" in err
     (tmp_path / "admin.key").unlink()
     assert (await kvmesh(*words))[0] == 1
-    assert coordinator.asked == []
+    assert owners.asked == []
     monkeypatch.setenv("KVMESH_ADMIN_KEY", ADMIN_KEY)
     assert (await kvmesh(*words))[0] == 0
 

@@ -7,7 +7,7 @@ from typing import Any
 from coordinator_scene import Scene, coordinator_scene
 
 from libs.bus.errors import NoResponders
-from libs.bus.messages.migration import ExplainRounds, ListMoves, MoveAccepted
+from libs.bus.messages.migration import ExplainRounds
 from libs.placement.phases import MovePhase
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -51,19 +51,18 @@ def test_a_killed_leader_is_followed_when_its_lease_has_run_out(run_virtually: R
 def test_a_move_goes_on_without_its_coordinator_and_the_next_one_adopts_it(run_virtually: Run) -> None:
     async def scenario() -> None:
         async with coordinator_scene() as scene:
-            home, _, first = await scene.pair()
+            home, host, first = await scene.pair()
             second = await scene.coordinator("second", automatic=False)
-            accepted = await scene.plan("decode-0", "decode-1")
-            assert isinstance(accepted, MoveAccepted)
+            move_id = await scene.order_by_hand(home, host)
             await first.kill()
             await scene.until(lambda: second.leads)
-            adopted = await scene.move(accepted.move_id)
+            adopted = scene.move(move_id)
             assert adopted is not None
             assert adopted.phase is MovePhase.COPYING
             assert second.gauge("kvmesh_coordinator_num_moves") == 1
-            await home.end(accepted.move_id)
+            await home.end(move_id)
             await scene.until(lambda: second.gauge("kvmesh_coordinator_num_moves") == 0)
-            ended = await scene.move(accepted.move_id)
+            ended = scene.move(move_id)
             assert ended is not None
             assert ended.phase is MovePhase.DONE
 
@@ -73,13 +72,13 @@ def test_a_move_goes_on_without_its_coordinator_and_the_next_one_adopts_it(run_v
 def test_one_that_starts_later_learns_of_moves_from_what_the_workers_tell(run_virtually: Run) -> None:
     async def scenario() -> None:
         async with coordinator_scene() as scene:
-            _, _, first = await scene.pair()
-            accepted = await scene.plan("decode-0", "decode-1")
+            home, host, first = await scene.pair()
+            move_id = await scene.order_by_hand(home, host)
             await first.kill()
             second = await scene.coordinator("second", automatic=False)
             await scene.until(lambda: second.leads)
             await asyncio.sleep(1)
-            known = await scene.move(accepted.move_id)
+            known = scene.move(move_id)
             assert known is not None
             assert known.phase is MovePhase.COPYING
 
@@ -89,12 +88,12 @@ def test_one_that_starts_later_learns_of_moves_from_what_the_workers_tell(run_vi
 def test_a_new_leader_abandons_what_is_past_its_deadline(run_virtually: Run) -> None:
     async def scenario() -> None:
         async with coordinator_scene() as scene:
-            home, _, first = await scene.pair(move_deadline_seconds=4)
-            accepted = await scene.plan("decode-0", "decode-1")
+            home, host, first = await scene.pair(move_deadline_seconds=4)
+            move_id = await scene.order_by_hand(home, host)
             await first.kill()
             second = await scene.coordinator("second", automatic=False, move_deadline_seconds=4)
             await scene.until(lambda: second.leads)
-            await scene.until(lambda: home.abandoned == [accepted.move_id], 15)
+            await scene.until(lambda: home.abandoned == [move_id], 15)
             await scene.until(lambda: second.gauge("kvmesh_coordinator_num_moves") == 0)
 
     run_virtually(scenario())
@@ -123,17 +122,17 @@ def test_a_broker_that_comes_back_empty_has_one_leader_again(run_virtually: Run)
 def test_a_coordinator_that_drains_alone_leaves_nobody_to_ask(run_virtually: Run) -> None:
     async def scenario() -> None:
         async with coordinator_scene() as scene:
-            _, _, only = await scene.pair()
-            accepted = await scene.plan("decode-0", "decode-1")
+            home, host, only = await scene.pair()
+            move_id = await scene.order_by_hand(home, host)
             assert await only.end() == 0
             assert await scene.asker.lease_holder("migration-coordinator") is None
             try:
-                await scene.ask(ListMoves())
+                await scene.ask(ExplainRounds())
             except NoResponders:
                 pass
             else:
                 raise AssertionError("somebody answered")
-            assert scene.workers["decode-0"].moves[accepted.move_id].phase is MovePhase.COPYING
+            assert scene.workers["decode-0"].moves[move_id].phase is MovePhase.COPYING
             assert not scene.workers["decode-0"].abandoned
 
     run_virtually(scenario())

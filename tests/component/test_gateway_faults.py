@@ -12,7 +12,8 @@ from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
 from libs.bus.messages.generation import TokenDelta
-from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.bus.messages.presence import ServiceKind
+from libs.cost.load import WorkerLoad
 from libs.request.generation import Generation, num_tokens
 from libs.request.outcome import RETRYABLE, FailureReason, FinishReason
 

@@ -15,7 +15,8 @@ from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 from prometheus_client import CollectorRegistry
 
-from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.bus.messages.presence import ServiceKind
+from libs.cost.load import WorkerLoad
 from libs.runtime.http_server import HttpServer
 from services.gateway.api.errors import Overloaded, Unavailable
 from services.gateway.mesh.mesh_feed import MeshFeed

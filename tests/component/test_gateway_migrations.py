@@ -1,4 +1,4 @@
-"""Moves and placements over HTTP, a coordinator and workers answering on the bus."""
+"""Moves and placements over HTTP, workers and a coordinator answering on the bus."""
 
 from typing import Any
 
@@ -11,28 +11,29 @@ from gateway_coordinator import (
     NUM_LAYERS,
     PREFILL,
     Coordinator,
+    Owners,
     at_home,
     candidate,
     done,
     hosted,
+    order,
     record,
     seen,
     told,
+    without_ids,
 )
 from gateway_mesh import Mesh
 from gateway_moves import ADMIN_KEY, LAYERS, MIGRATIONS, ask, error_of, start, tell_placement
 
 from libs.bus.messages.migration import (
-    CancelMove,
+    AbandonMove,
     DenialReason,
     ExplainRounds,
-    MoveAccepted,
     MoveDenied,
     MoveTold,
-    PlanMove,
 )
-from libs.bus.messages.presence import WorkerLoad
 from libs.config.errors import BadSetting
+from libs.cost.load import WorkerLoad
 from libs.placement.module import heads_of, lent_blocks, whole_layers
 from libs.placement.phases import MovePhase
 from services.gateway.settings import GatewaySettings
@@ -44,20 +45,18 @@ def with_settings(**settings: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("mesh", [settings], indirect=True, ids=[",".join(settings)])
 
 
-async def test_a_move_is_begun_and_its_address_told(mesh: Mesh, coordinator: Coordinator) -> None:
-    coordinator.moves = [record(host_name="prefill-0")]
+async def test_a_move_is_begun_and_its_address_told(mesh: Mesh, owners: Owners) -> None:
+    owners.begins = record(host_name="prefill-0")
     await tell_placement(mesh, told(at_home()))
     answer = await start(mesh, **LAYERS, expected_epoch=0)
-    assert (answer.status_code, answer.json()) == (202, {"id": "m1", "epoch": 0})
-    assert coordinator.asked == [
-        PlanMove(
-            instance=DECODE, module=whole_layers(20, 30), host=PREFILL, with_weights=True, expected_epoch=0
-        )
-    ]
+    (asked,) = owners.asked
+    assert (answer.status_code, answer.json()) == (202, {"id": asked.move_id, "epoch": 0})
+    assert asked.move_id.startswith("manual-")
+    assert without_ids(owners.asked) == [order(module=whole_layers(20, 30), with_weights=True)]
     found = (await ask(mesh, "GET", answer.headers["location"])).json()
-    assert {name: found[name] for name in ("id", "what", "kind", "phase", "instance_name", "is_over")} == {
-        "id": "m1", "what": "layers 20-29", "kind": "offload", "phase": "copying",
-        "instance_name": "decode-0", "is_over": False,
+    assert {name: found[name] for name in ("id", "what", "instance_name", "host_name", "is_over")} == {
+        "id": asked.move_id, "what": "layers 20-29", "instance_name": "decode-0", "host_name": "prefill-0",
+        "is_over": False,
     }  # fmt: skip
 
 
@@ -72,18 +71,19 @@ MODULES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"tokens": True}, {"module": lent_blocks(NUM_LAYERS)}),
     ({"tokens": True, "num_blocks": 7}, {"module": lent_blocks(NUM_LAYERS), "num_blocks": 7}),
-    ({"return_of": "m0", "host": None}, {"returned_move_id": "m0", "host": ""}),
+    ({"return_of": "h1", "host": None}, {"returned_move_id": "h1", "host": ""}),
+    ({"return_of": "h1", "host": None, "instance": None}, {"returned_move_id": "h1", "host": ""}),
 ]
 
 
 @pytest.mark.parametrize(("asked", "meant"), MODULES, ids=[str(asked) for asked, _ in MODULES])
 async def test_each_kind_of_module_is_asked_for_as_it_is(
-    mesh: Mesh, coordinator: Coordinator, asked: dict[str, Any], meant: dict[str, Any]
+    mesh: Mesh, owners: Owners, asked: dict[str, Any], meant: dict[str, Any]
 ) -> None:
-    await tell_placement(mesh, told(at_home()))
+    await tell_placement(mesh, told(HEADS_AWAY))
     answer = await start(mesh, **{"instance": DECODE, "host": PREFILL, **asked})
     assert answer.status_code == 202, answer.text
-    assert coordinator.asked == [PlanMove(**{"instance": DECODE, "host": PREFILL, **meant})]
+    assert without_ids(owners.asked) == [order(expected_epoch=1, **meant)]
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -117,9 +117,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_what_makes_no_move_is_400_by_name_and_begins_nothing(
-    mesh: Mesh, coordinator: Coordinator
-) -> None:
+async def test_what_makes_no_move_is_400_by_name_and_begins_nothing(mesh: Mesh, owners: Owners) -> None:
     await tell_placement(mesh, told(at_home()))
     for change, param in BAD:
         answer = await start(mesh, **{**LAYERS, **change})
@@ -129,67 +127,55 @@ async def test_what_makes_no_move_is_400_by_name_and_begins_nothing(
             headers = {"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/json"}
             answer = await http.post(MIGRATIONS, content=broken, headers=headers)
         assert answer.status_code == 400
-    assert coordinator.asked == []
+    assert owners.asked == []
 
 
-async def test_without_a_coordinator_moves_are_503_and_the_placement_is_told(mesh: Mesh) -> None:
+async def test_without_a_coordinator_moves_are_made_and_only_its_loop_is_not_explained(
+    mesh: Mesh, owners: Owners
+) -> None:
     await tell_placement(mesh, told(HEADS_AWAY))
-    for method, path, body in (
-        ("POST", MIGRATIONS, LAYERS),
-        ("DELETE", MIGRATIONS + "/m1", None),
-        ("GET", "/v1/mesh/explain", None),
-    ):
-        answer = await ask(mesh, method, path, body)
-        assert (answer.status_code, error_of(answer)["code"]) == (503, "no_coordinator")
-        assert answer.headers["retry-after"] == "2"
+    begun = await start(mesh, **LAYERS)
+    assert begun.status_code == 202
+    assert (await ask(mesh, "DELETE", begun.headers["location"])).status_code == 202
+    answer = await ask(mesh, "GET", "/v1/mesh/explain")
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "no_coordinator")
+    assert answer.headers["retry-after"] == "2"
+    assert len(owners.asked) == 2
 
 
-async def test_without_a_coordinator_the_moves_heard_of_are_told(mesh: Mesh) -> None:
+async def test_the_moves_heard_of_are_told_newest_first(mesh: Mesh) -> None:
     await mesh.bus.publish(MoveTold(move=record(move_id="m7")))
-    await tell_placement(mesh, told(at_home(), moves=(done(move_id="m8", started_unix_seconds=2000.0),)))
-    listed = (await ask(mesh, "GET", MIGRATIONS)).json()
-    assert [move["id"] for move in listed["data"]] == ["m8", "m7"]
-    assert listed["is_from_coordinator"] is False
-    assert (await ask(mesh, "GET", MIGRATIONS + "/m7")).json()["phase"] == "copying"
-    missing = await ask(mesh, "GET", MIGRATIONS + "/m9")
-    assert (missing.status_code, error_of(missing)["code"]) == (503, "no_coordinator")
-
-
-async def test_the_coordinators_history_is_told_newest_first(mesh: Mesh, coordinator: Coordinator) -> None:
-    coordinator.moves = [record(move_id="m3"), done(move_id="m2", is_return=True), done(move_id="m1")]
+    back = done(move_id="m8", started_unix_seconds=2000.0, is_return=True)
+    away = done(move_id="m6", started_unix_seconds=500.0)
+    await tell_placement(mesh, told(at_home(), moves=(away, back)))
     listed = (await ask(mesh, "GET", MIGRATIONS)).json()
     assert [(m["id"], m["kind"], m["is_over"]) for m in listed["data"]] == [
-        ("m3", "offload", False),
-        ("m2", "return", True),
-        ("m1", "migrate", True),
+        ("m8", "return", True),
+        ("m7", "offload", False),
+        ("m6", "migrate", True),
     ]
-    assert listed["is_from_coordinator"] is True
     assert listed["data"][2] | {"num_blocks_after": 1200, "pause_seconds": 0.0083} == listed["data"][2]
-    assert (await ask(mesh, "GET", MIGRATIONS + "/m9")).status_code == 404
+    assert (await ask(mesh, "GET", MIGRATIONS + "/m7")).json()["phase"] == "copying"
+    missing = await ask(mesh, "GET", MIGRATIONS + "/m9")
+    assert (missing.status_code, error_of(missing)["code"]) == (404, "migration_not_found")
 
 
-async def test_a_move_that_the_coordinator_never_heard_of_stays_in_the_list(
-    mesh: Mesh, coordinator: Coordinator
-) -> None:
+async def test_a_move_whose_owner_left_stays_in_the_list(mesh: Mesh) -> None:
     facts = {"started_unix_seconds": 2000.0, "ended_unix_seconds": 2001.0}
-    lost = record(MovePhase.FAILED, move_id="m2", error="its home left the mesh", **facts)
-    coordinator.moves = [record(move_id="m3", started_unix_seconds=3000.0), done(move_id="m1")]
+    lost = record(MovePhase.FAILED, move_id="m2", error="its home left the mesh", instance="gone", **facts)
     await mesh.bus.publish(MoveTold(move=lost))
-    await mesh.bus.publish(MoveTold(move=record(move_id="m1")))
-    await tell_placement(mesh, told(at_home()))
+    await tell_placement(mesh, told(at_home(), moves=(record(move_id="m1"),)))
     listed = (await ask(mesh, "GET", MIGRATIONS)).json()["data"]
-    assert [(m["id"], m["phase"]) for m in listed] == [("m3", "copying"), ("m2", "failed"), ("m1", "done")]
+    assert [(m["id"], m["phase"]) for m in listed] == [("m2", "failed"), ("m1", "copying")]
 
 
-async def test_a_move_is_cancelled_unless_it_is_unknown_or_has_switched(
-    mesh: Mesh, coordinator: Coordinator
-) -> None:
+async def test_a_move_is_cancelled_unless_it_is_unknown_or_has_switched(mesh: Mesh, owners: Owners) -> None:
+    await tell_placement(mesh, told(at_home(), moves=(record(),)))
     answer = await ask(mesh, "DELETE", MIGRATIONS + "/m1")
     assert (answer.status_code, answer.json()) == (202, {"id": "m1", "epoch": 0})
-    assert coordinator.asked == [CancelMove(move_id="m1")]
-    coordinator.answer = MoveDenied(reason=DenialReason.NOT_FOUND, detail="no such move")
-    assert (await ask(mesh, "DELETE", MIGRATIONS + "/m1")).status_code == 404
-    coordinator.answer = MoveDenied(reason=DenialReason.INVALID, detail="it has switched", epoch=3)
+    assert owners.asked == [AbandonMove(move_id="m1")]
+    assert (await ask(mesh, "DELETE", MIGRATIONS + "/m9")).status_code == 404
+    owners.answer = MoveDenied(reason=DenialReason.INVALID, detail="it has switched", epoch=3)
     late = await ask(mesh, "DELETE", MIGRATIONS + "/m1")
     assert (late.status_code, error_of(late)["epoch"]) == (409, 3)
 
@@ -197,12 +183,13 @@ async def test_a_move_is_cancelled_unless_it_is_unknown_or_has_switched(
 async def test_the_blocks_told_are_those_of_the_placement_whatever_was_reported_before_or_after(
     mesh: Mesh,
 ) -> None:
-    for reported, told_blocks, shown in ((800, 1200, 1200), (1200, 700, 700), (900, 0, 900)):
+    cases = ((800, 1200, 1200), (1200, 700, 700), (900, 0, 900))
+    for epoch, (reported, told_blocks, shown) in enumerate(cases, start=1):
         await mesh.decodes[0].report(WorkerLoad(num_blocks=reported, num_used_blocks=750, block_size=16))
-        placement = msgspec.structs.replace(LAYERS_AWAY, epoch=told_blocks)
+        placement = msgspec.structs.replace(LAYERS_AWAY, epoch=epoch)
         await tell_placement(mesh, told(placement, num_blocks=told_blocks))
         (instance,) = (await ask(mesh, "GET", "/v1/mesh/placement")).json()["instances"]
-        assert instance["epoch"] == told_blocks
+        assert instance["epoch"] == epoch
         capacity = instance["capacity"]
         assert (capacity["num_blocks"], capacity["num_tokens"]) == (shown, 16 * shown)
         assert capacity["num_used_blocks"] == min(750, shown)
@@ -294,26 +281,29 @@ async def mutations(mesh: Mesh, key: str | None) -> list[tuple[int, str | None]]
 
 @with_settings(admin_key="", api_key=(API_KEY,))
 async def test_without_an_admin_key_nobody_moves_anything_and_is_told_how_to_set_one(
-    mesh: Mesh, coordinator: Coordinator
+    mesh: Mesh, owners: Owners
 ) -> None:
     for key in (None, "", API_KEY, "anything"):
         assert await mutations(mesh, key) == [(403, "no_admin_key")] * 2
     assert "KVMESH_ADMIN_KEY" in error_of(await start(mesh, **LAYERS))["message"]
-    assert coordinator.asked == []
+    assert owners.asked == []
 
 
 @with_settings(api_key=(API_KEY,))
-async def test_api_keys_move_nothing_and_the_admin_key_reads_nothing(
-    mesh: Mesh, coordinator: Coordinator
-) -> None:
-    coordinator.answer = MoveAccepted(move_id="m1", epoch=0)
+async def test_api_keys_move_nothing_and_the_admin_key_reads_nothing(mesh: Mesh, owners: Owners) -> None:
     for key in (None, API_KEY, ADMIN_KEY + "x", ADMIN_KEY[:-1], "é"):
         assert await mutations(mesh, key) == [(401, "invalid_admin_key")] * 2
-    assert coordinator.asked == []
+    assert owners.asked == []
+    await owners.tell(record())
+    async with mesh.http() as http:
+        while not (await http.get("/v1/mesh", headers={"authorization": f"Bearer {API_KEY}"})).json()[
+            "migrations"
+        ]:
+            pass
     for path in (MIGRATIONS, MIGRATIONS + "/m1", "/v1/mesh/placement", "/v1/mesh/explain"):
         assert (await ask(mesh, "GET", path, key=None)).status_code == 401
         assert (await ask(mesh, "GET", path, key=ADMIN_KEY)).status_code == 401
-        assert (await ask(mesh, "GET", path, key=API_KEY)).status_code in (200, 404)
+        assert (await ask(mesh, "GET", path, key=API_KEY)).status_code in (200, 503)
     assert [status for status, _ in await mutations(mesh, ADMIN_KEY)][1] == 202
 
 
@@ -326,8 +316,10 @@ async def test_the_admin_key_is_asked_for_before_the_body_is_read(mesh: Mesh) ->
 
 
 @with_settings(admin_key="schlüssel 1")
-async def test_an_admin_key_may_be_any_text(mesh: Mesh, coordinator: Coordinator) -> None:
+async def test_an_admin_key_may_be_any_text(mesh: Mesh, owners: Owners) -> None:
+    await tell_placement(mesh, told(at_home(), moves=(record(),)))
     assert (await ask(mesh, "DELETE", MIGRATIONS + "/m1", key="schlüssel 1")).status_code == 202
+    assert len(owners.asked) == 1
 
 
 def test_an_admin_key_that_is_an_api_key_is_no_setting() -> None:

@@ -10,7 +10,8 @@ import pytest
 from workers_mesh import BLOCK_SIZE, Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 
 from libs.bus.messages.generation import Place, Placed, Refused
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import WorkerLoad
 from libs.kv.names import block_names
 
 PREFILL, DECODE = ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER

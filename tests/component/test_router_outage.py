@@ -11,7 +11,8 @@ from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
 from libs.bus.messages.generation import Place, Placed, Refused
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import WorkerLoad
 from libs.request.outcome import RefusalReason
 from libs.runtime.identity import new_identity
 from libs.runtime.life import Stop

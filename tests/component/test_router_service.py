@@ -10,7 +10,8 @@ from workers_mesh import Gateway, WorkersMesh, prompt_of, running_mesh
 
 from libs.bus.errors import BusError
 from libs.bus.messages.generation import Place, Placed, Refused, Unplace
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import WorkerLoad
 from libs.request.outcome import RefusalReason
 
 

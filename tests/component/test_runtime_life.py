@@ -9,8 +9,9 @@ import pytest
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
-from libs.bus.messages.presence import LoadReport, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, ServiceKind, ServiceState
 from libs.config.errors import SettingsError
+from libs.cost.load import WorkerLoad
 from libs.runtime.heartbeat import HEARTBEAT_SECONDS, LOAD_REPORT_SECONDS, MIN_LOAD_GAP_SECONDS
 from libs.runtime.identity import new_identity
 from libs.runtime.life import Stop

@@ -5,13 +5,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 from gateway_coordinator import Coordinator
 from gateway_mesh import Mesh, running_gateway
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
 from libs.bus.message import Message
-from libs.bus.messages.presence import ServiceKind, WorkerLoad
+from libs.bus.messages.migration import PlacementTold
+from libs.bus.messages.presence import ServiceKind
+from libs.cost.load import WorkerLoad
 
 START_TIMEOUT_SECONDS = 30.0
 
@@ -28,6 +31,7 @@ class Scene:
         self._end = asyncio.Event()
         self._thread = threading.Thread(target=self._run)
         self._failure: BaseException | None = None
+        self._epoch = 0
 
     @property
     def url(self) -> str:
@@ -61,6 +65,10 @@ class Scene:
 
     async def _publish(self, messages: tuple[Message, ...]) -> None:
         for message in messages:
+            if isinstance(message, PlacementTold):  # the newest counts, by its epoch
+                self._epoch += 1
+                placement = msgspec.structs.replace(message.placement, epoch=self._epoch)
+                message = msgspec.structs.replace(message, placement=placement)
             await self.mesh.bus.publish(message)
 
     def _run(self) -> None:

@@ -25,7 +25,7 @@ from page_checks import CARDS, FAINT, LOOKS, TOO_WIDE, UNNAMED, see
 from page_scene import Scene, running_scene
 
 from libs.bus.messages.migration import MoveTold
-from libs.bus.messages.presence import WorkerLoad
+from libs.cost.load import WorkerLoad
 from libs.placement.module import heads_of, lent_blocks, whole_layers
 from libs.placement.phases import MovePhase
 from libs.placement.placement import Placement, all_home

@@ -4,7 +4,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from libs.bus.messages.generation import TokenDelta, TokenFrame
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import WorkerLoad
 from libs.request.sampling import SamplingParams
 from services.gateway.generation.live_sessions import LiveSessions
 from services.gateway.generation.sequence_text import SequenceText

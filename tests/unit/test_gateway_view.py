@@ -4,8 +4,8 @@ import pytest
 
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
 from libs.cost.load import TierLoad, WorkerLoad
+from libs.mesh.cluster_state import Loads
 from services.gateway.mesh.view import (
-    Loads,
     instances,
     mesh_status,
     model_filter,

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from libs.bus.messages.generation import Place
 from libs.bus.messages.kv_events import Stored, Tier
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
 from libs.cost.fetch import FetchCost
+from libs.cost.load import WorkerLoad
 from libs.cost.prefill import PrefillCost
 from libs.kv_events.view import KvView
 from libs.routing.candidates import Draw

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState, WorkerLoad
+from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.cost.load import WorkerLoad
 from libs.cost.prefill import PrefillCost
 from services.router.room import free_blocks, num_requests, waiting_tokens
 from services.router.view import ClusterView, Share

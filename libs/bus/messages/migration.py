@@ -1,8 +1,8 @@
-"""The conversation that moves modules: operator or coordinator's loop -> coordinator -> home worker.
+"""The conversation that moves modules: a gateway, for an operator, or the coordinator's loop -> home worker.
 
 The home worker is the authority over its instance's placement, and carries a move out: it talks to the host
-over their Link, and tells everybody how far it is. The coordinator decides, orders, watches and records. So a
-move outlives a coordinator, and a new leader learns all from what the workers report.
+over their Link, and tells everybody how far it is. So a move outlives whoever ordered it, and who comes later
+learns all from what the workers report.
 """
 
 from enum import Enum
@@ -71,26 +71,16 @@ class DenialReason(Enum):
     STALE_EPOCH = "stale_epoch"
     """The placement is another than the asker knew."""
     INVALID = "invalid"
-    INSTANCE_NOT_FOUND = "instance_not_found"
-    """Nobody knows the worker that is to be the home."""
     WORKER_NOT_FOUND = "worker_not_found"
     """Nobody knows the worker that is to be the host."""
     NOT_FOUND = "not_found"
     """Of the module that is to come home, or of the move."""
     BUSY = "busy"
-    """This instance, or the coordinator's budget, has a move under way."""
+    """This instance has a move under way."""
     DRAINING = "draining"
     """A worker that it needs is about to end."""
     NOT_READY = "not_ready"
     """A worker that it needs is still starting, or has not told its placement yet."""
-    NOT_LEADING = "not_leading"
-    """Another coordinator leads."""
-    UNREACHABLE = "unreachable"
-    """Nobody is there to ask, or the broker is away."""
-    NO_ANSWER = "no_answer"
-    """Asked, and no answer came in time: it may have been done."""
-    FAILED = "failed"
-    """The worker could not answer; it has logged why."""
 
 
 class MoveDenied(msgspec.Struct, frozen=True, kw_only=True, tag="denied"):
@@ -102,7 +92,7 @@ class MoveDenied(msgspec.Struct, frozen=True, kw_only=True, tag="denied"):
 
 
 class StartMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="start_move"):
-    """Coordinator -> home worker. Asked twice with one `move_id`, it begins once."""
+    """Gateway or coordinator -> home worker. Asked twice with one `move_id`, it begins once."""
 
     subject: ClassVar[str] = "kvmesh.worker.{to}.start_move"
     answer: ClassVar[object] = MoveAccepted | MoveDenied
@@ -122,7 +112,10 @@ class StartMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, t
 
 
 class AbandonMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="abandon_move"):
-    """Coordinator -> home worker: roll back, if it has not switched. Denied as NOT_FOUND or INVALID."""
+    """Gateway or coordinator -> home worker: roll back, if it has not switched.
+
+    Denied as NOT_FOUND or INVALID.
+    """
 
     subject: ClassVar[str] = "kvmesh.worker.{to}.abandon_move"
     answer: ClassVar[object] = MoveAccepted | MoveDenied
@@ -154,47 +147,6 @@ class FlipRole(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, ta
 
     subject: ClassVar[str] = "kvmesh.worker.{to}.flip_role"
     answer: ClassVar[object] = MoveAccepted | MoveDenied
-
-
-# What gateways ask the leading coordinator.
-
-
-class PlanMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="plan_move"):
-    """A move by hand. Workers by name or incarnation."""
-
-    subject: ClassVar[str] = "kvmesh.coordinator.plan_move"
-    answer: ClassVar[object] = MoveAccepted | MoveDenied
-    instance: str = ""
-    """Empty: the one whose module `returned_move_id` names."""
-    module: Module | None = None
-    returned_move_id: str = ""
-    host: str = ""
-    with_weights: bool = False
-    num_blocks: Annotated[int, Meta(ge=0)] = 0
-    expected_epoch: int | None = None
-    """None: whatever it is."""
-
-
-class CancelMove(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="cancel_move"):
-    """Roll a move back, if it has not switched."""
-
-    subject: ClassVar[str] = "kvmesh.coordinator.cancel_move"
-    answer: ClassVar[object] = MoveAccepted | MoveDenied
-    move_id: str
-
-
-class Moves(msgspec.Struct, frozen=True, kw_only=True, tag="moves"):
-    """Newest first."""
-
-    moves: tuple[MoveRecord, ...]
-
-
-class ListMoves(Request[Moves], frozen=True, kw_only=True, tag="list_moves"):
-    """Moves under way and past; `move_id` empty: all that are remembered."""
-
-    subject: ClassVar[str] = "kvmesh.coordinator.list_moves"
-    answer: ClassVar[object] = Moves
-    move_id: str = ""
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True, tag="rounds"):

@@ -61,8 +61,8 @@ _ADMIN_ERRORS = {
     "403": "This gateway has no admin key, so nobody may",
     "404": "No such worker, module or move",
     "409": "Stale epoch, busy, not ready, draining, or too late; `epoch` is the placement's now",
-    "503": "No coordinator leads, or a worker that is needed cannot be reached; see Retry-After",
-    "504": "The coordinator or the worker did not answer; it may have begun",
+    "503": "A worker cannot be reached, or no coordinator leads that could explain; see Retry-After",
+    "504": "The worker or the coordinator did not answer; what was asked for may have begun",
 }
 
 

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from libs.bus.messages.migration import PlanMove
+from libs.bus.messages.migration import StartMove
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.placement import Placement
 from services.gateway.api.errors import BadRequest
 
 MAX_LAYERS, MAX_HEADS = 10_000, 1_000
@@ -107,17 +108,21 @@ def _check_workers(asked: MigrationRequest) -> None:
         raise BadRequest(said, param="instance")
 
 
-def plan_of(asked: MigrationRequest, *, instance: str, host: str, num_layers: int) -> PlanMove:
-    """The move by the incarnations of home and host; `num_layers` are the instance's. Of a return home and
-    layers may be left to the coordinator: empty, 0."""
-    return PlanMove(
-        instance=instance,
-        module=_module(asked, num_layers),
+def order_of(
+    asked: MigrationRequest, placement: Placement, *, move_id: str, host: str, deadline_seconds: float
+) -> StartMove:
+    """The order for the owner of the module, whose placement this is; `host` is an incarnation."""
+    epoch = placement.epoch if asked.expected_epoch is None else asked.expected_epoch
+    return StartMove(
+        move_id=move_id,
+        module=_module(asked, placement.num_layers),
         returned_move_id=asked.return_of or "",
         host=host,
         with_weights=asked.layers is not None and asked.kv_heads is None and asked.kind != "offload",
         num_blocks=asked.num_blocks or 0,
-        expected_epoch=asked.expected_epoch,
+        expected_epoch=epoch,
+        deadline_seconds=deadline_seconds,
+        reason="manual",
     )
 
 

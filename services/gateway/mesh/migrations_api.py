@@ -1,5 +1,6 @@
 """Placement and migrations over HTTP: what is where, what moves, and moves by hand."""
 
+import secrets
 import time
 from typing import Any
 
@@ -9,40 +10,43 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from libs.bus.bus import Bus
-from libs.bus.messages.migration import (
-    CancelMove,
-    DenialReason,
-    ExplainRounds,
-    ListMoves,
-    MoveDenied,
-    MoveRecord,
-    PlanMove,
-)
-from libs.bus.messages.presence import Presence, ServiceState
-from libs.placement.phases import is_over
-from libs.runtime.roster import Roster
+from libs.bus.errors import BusError, RequestTimedOut, Undecodable
+from libs.bus.messages.migration import AbandonMove, ExplainRounds, MoveDenied, StartMove
+from libs.bus.messages.presence import Presence
+from libs.mesh.cluster_state import ClusterState
+from libs.mesh.migrations import planned
+from libs.mesh.workers import find_worker, names_of
+from libs.placement.phases import is_over, new_move_id
+from libs.placement.placement import Placement
 from services.gateway.api.admin import MIGRATIONS_PATH
 from services.gateway.api.body import read_json
-from services.gateway.api.errors import ApiError, BadRequest, Conflict, DeadlineOver, NotFound, Unavailable
-from services.gateway.mesh.coordinator import RETRY_SECONDS, ask_coordinator, no_answer_error
-from services.gateway.mesh.migration_fields import MigrationRequest, check_shape, module_param, plan_of
-from services.gateway.mesh.placement_view import move_document, names_of, placement_document
-from services.gateway.mesh.placements import Placements
-from services.gateway.mesh.view import WORKERS, Loads
+from services.gateway.api.errors import BadRequest, Conflict, NotFound
+from services.gateway.mesh.coordinator import ask_coordinator
+from services.gateway.mesh.migration_fields import MigrationRequest, check_shape, order_of
+from services.gateway.mesh.placement_view import move_document, placement_document
+from services.gateway.mesh.refusals import (
+    broker_away,
+    may_have_been_done,
+    not_cancelled,
+    not_started,
+    over_words,
+    unanswered,
+)
 
 DEFAULT_ROUNDS, MAX_ROUNDS = 20, 200
+ORDER_TIMEOUT_SECONDS = 5.0
 
 _decoder = msgspec.json.Decoder(MigrationRequest)
 
 
 class MigrationsApi:
-    """`routes` below /v1/mesh. Moves are the leading coordinator's; placements are as workers tell them."""
+    """`routes` below /v1/mesh. The owner of a module decides about it; the rest is as workers tell it."""
 
     def __init__(
-        self, bus: Bus, roster: Roster, placements: Placements, loads: Loads, *, max_body_bytes: int
+        self, bus: Bus, cluster: ClusterState, *, deadline_seconds: float, max_body_bytes: int
     ) -> None:
-        self._bus, self._roster, self._placements, self._loads = bus, roster, placements, loads
-        self._max_body_bytes = max_body_bytes
+        self._bus, self._cluster = bus, cluster
+        self._deadline_seconds, self._max_body_bytes = deadline_seconds, max_body_bytes
 
     def routes(self) -> list[Route]:
         """All paths."""
@@ -61,74 +65,85 @@ class MigrationsApi:
         return await (self.cancel if request.method == "DELETE" else self.move)(request)
 
     async def start(self, request: Request) -> Response:
-        """Begin a move. 202 with its id; how it goes on is told at its address."""
+        """Begin a move. 202 with its id; how it goes on is told at its address. Where the owner does not
+        answer in time it may have begun, and the history tells within seconds whether it has."""
         asked = await read_json(request, _decoder, max_bytes=self._max_body_bytes)
         check_shape(asked)
-        answer = await ask_coordinator(self._bus, self._plan(asked))
-        if isinstance(answer, MoveDenied):
-            raise _refusal(answer, asked)
-        return _json(
-            {"id": answer.move_id, "epoch": answer.epoch},
-            202,
-            {"location": f"{MIGRATIONS_PATH}/{answer.move_id}"},
-        )
-
-    def _plan(self, asked: MigrationRequest) -> PlanMove:
-        if asked.host is None:  # it comes home: what is where the coordinator knows
-            named = asked.instance
-            whose = self._worker(named, "instance").incarnation if named is not None else ""
-            return plan_of(asked, instance=whose, host="", num_layers=0)
-        home = self._worker(asked.instance or "", "instance")
-        host = self._worker(asked.host, "host")
-        if host.incarnation == home.incarnation:
-            said = f"{home.name} is the home of this instance already; choose another worker as host"
+        owner = self._owner(asked)
+        host = self._worker(asked.host, "host") if asked.host is not None else None
+        if host is not None and host.incarnation == owner.incarnation:
+            said = f"{owner.name} is the home of this instance already; choose another worker as host"
             raise BadRequest(said, param="host")
-        num_layers = self._num_layers(home)
-        return plan_of(asked, instance=home.incarnation, host=host.incarnation, num_layers=num_layers)
+        placement = self._placement(owner)
+        order = order_of(
+            asked,
+            placement,
+            move_id=new_move_id(time.time(), secrets.token_hex(2), is_automatic=False),
+            host=host.incarnation if host is not None else "",
+            deadline_seconds=self._deadline_seconds,
+        )
+        self._remember(order, owner, placement)
+        epoch = await self._order(order, owner, asked)
+        location = f"{MIGRATIONS_PATH}/{order.move_id}"
+        return _json({"id": order.move_id, "epoch": epoch}, 202, {"location": location})
+
+    def _remember(self, order: StartMove, owner: Presence, placement: Placement) -> None:
+        placed = placement.get(order.returned_move_id)
+        module, host = (placed.module, placed.worker) if placed is not None else (order.module, order.host)
+        if module is not None:
+            now, host_name = time.time(), self._cluster.name(host)
+            self._cluster.migrations.hear(planned(order, owner, module, host, host_name, now), now)
+
+    async def _order(self, order: StartMove, owner: Presence, asked: MigrationRequest) -> int:
+        """The epoch by its answer, or as it was known."""
+        try:
+            answer = await self._bus.request(
+                order, to=owner.incarnation, timeout_seconds=ORDER_TIMEOUT_SECONDS
+            )
+        except (RequestTimedOut, Undecodable):
+            return order.expected_epoch
+        except BusError as error:
+            if not may_have_been_done(error):
+                self._cluster.migrations.withdraw(order.move_id)
+            raise unanswered(error, owner.name) from error
+        if isinstance(answer, MoveDenied):
+            self._cluster.migrations.withdraw(order.move_id)
+            raise not_started(answer, asked, self._owners_of(order.returned_move_id))
+        return answer.epoch
 
     async def moves(self, _request: Request) -> Response:
-        """Moves under way and past, the newest first: the coordinator's, and those heard of here besides.
-
-        A new leader knows nothing of moves whose home is gone.
-        """
-        try:
-            listed = (await ask_coordinator(self._bus, ListMoves())).moves
-            is_from_coordinator = True
-        except (Unavailable, DeadlineOver):
-            listed, is_from_coordinator = (), False
-        ids = {move.move_id for move in listed}
-        known = [*listed, *(move for move in self._placements.moves() if move.move_id not in ids)]
-        known.sort(key=lambda move: move.started_unix_seconds, reverse=True)
-        names = names_of(self._roster.all())
-        told = [move_document(move, names) for move in known]
-        return _json({"data": told, "is_from_coordinator": is_from_coordinator})
+        """Moves under way and past, the newest first."""
+        names = names_of(self._cluster.roster.all())
+        told = [move_document(move, names) for move in self._cluster.migrations.newest_first()]
+        return _json({"data": told})
 
     async def move(self, request: Request) -> Response:
-        """One of them. 404 only by the coordinator's word: this gateway may not have heard of it."""
-        move_id = request.path_params["move_id"]
-        try:
-            found = await ask_coordinator(self._bus, ListMoves(move_id=move_id))
-            known = [move for move in found.moves if move.move_id == move_id] or self._heard(move_id)
-        except (Unavailable, DeadlineOver):
-            if not (known := self._heard(move_id)):
-                raise
-        if not known:
-            said = f"there is no migration {move_id!r}; GET {MIGRATIONS_PATH} lists those that are remembered"
-            raise NotFound(said, param="id", code="migration_not_found")
-        return _json(move_document(known[0], names_of(self._roster.all())))
+        """One of them."""
+        record = self._cluster.migrations.get(move_id := request.path_params["move_id"])
+        if record is None:
+            raise self._unknown(move_id)
+        return _json(move_document(record, names_of(self._cluster.roster.all())))
 
     async def cancel(self, request: Request) -> Response:
         """Roll a move back, if it has not switched."""
-        move_id = request.path_params["move_id"]
-        answer = await ask_coordinator(self._bus, CancelMove(move_id=move_id))
+        record = self._cluster.migrations.get(move_id := request.path_params["move_id"])
+        if record is None:
+            raise self._unknown(move_id)
+        if is_over(record.phase):
+            raise Conflict(over_words(record), code="cannot_cancel", epoch=record.epoch)
+        order = AbandonMove(move_id=move_id)
+        try:
+            answer = await self._bus.request(order, to=record.instance, timeout_seconds=ORDER_TIMEOUT_SECONDS)
+        except BusError as error:
+            name = record.instance_name or self._cluster.name(record.instance)
+            raise unanswered(error, name) from error
         if isinstance(answer, MoveDenied):
-            raise self._not_cancelled(answer, move_id)
+            raise not_cancelled(answer, move_id)
         return _json({"id": answer.move_id, "epoch": answer.epoch}, 202)
 
     async def placement(self, _request: Request) -> Response:
-        """Who runs which layers and holds which heads of every instance; needs no coordinator."""
-        told = placement_document(self._roster.all(), self._placements, self._loads, time.monotonic())
-        return _json({"instances": told})
+        """Who runs which layers and holds which heads of every instance."""
+        return _json({"instances": placement_document(self._cluster, time.time())})
 
     async def explain(self, request: Request) -> Response:
         """The last rounds of the coordinator's loop, the newest first."""
@@ -142,72 +157,63 @@ class MigrationsApi:
         del told["type"]
         return _json(told)
 
-    def _heard(self, move_id: str) -> list[MoveRecord]:
-        """What this gateway heard of it: the coordinator may have come just now, or be away."""
-        return [move for move in self._placements.moves() if move.move_id == move_id]
+    # Names
 
-    def _not_cancelled(self, denied: MoveDenied, move_id: str) -> ApiError:
-        if (error := no_answer_error(denied)) is not None:
-            return error
-        if denied.reason is not DenialReason.NOT_FOUND:
-            return Conflict(denied.detail, code="cannot_cancel", epoch=denied.epoch)
-        if not (heard := self._heard(move_id)):
-            return NotFound(denied.detail, param="id", code="migration_not_found")
-        if is_over(heard[0].phase):
-            said = f"the move {move_id} is over: {heard[0].phase.value}"
-            return Conflict(said, code="cannot_cancel", epoch=heard[0].epoch)
-        said = "the coordinator leads since just now and has not heard of this move yet; try again"
-        return Unavailable(said, code="no_coordinator", retry_after_seconds=1)
+    def _unknown(self, move_id: str) -> Exception:
+        if not self._bus.is_connected:
+            return broker_away(f"no migration {move_id!r} was known before")
+        said = f"there is no migration {move_id!r}; GET {MIGRATIONS_PATH} lists those that are remembered"
+        return NotFound(said, param="id", code="migration_not_found")
 
     def _worker(self, name: str, param: str) -> Presence:
-        """By incarnation, else by name, in any state; of several, the one that is ready."""
-        workers = [p for p in self._roster.all() if p.kind in WORKERS and name in (p.incarnation, p.name)]
-        workers.sort(key=lambda p: (p.incarnation != name, p.state is not ServiceState.READY))
-        if not workers and not self._bus.is_connected:
-            said = f"the broker is away, and no worker {name!r} was known before; try again when it is back"
-            raise Unavailable(said, code="no_coordinator", retry_after_seconds=RETRY_SECONDS)
-        if not workers:
+        worker = find_worker(self._cluster.roster.all(), name)
+        if worker is None and not self._bus.is_connected:
+            raise broker_away(f"no worker {name!r} was known before")
+        if worker is None:
             look = "GET /v1/mesh/placement (kvmesh placement)"
             said = f"there is no worker {name!r}; {look} lists those there are"
-            raise NotFound(said, param=param, code=_NOT_FOUND_CODES[param].value)
-        return workers[0]
+            code = "instance_not_found" if param == "instance" else "worker_not_found"
+            raise NotFound(said, param=param, code=code)
+        return worker
 
-    def _num_layers(self, home: Presence) -> int:
-        heard = self._placements.get(home.incarnation)
-        num_layers = heard.told.placement.num_layers if heard else home.num_layers
-        if not num_layers:
-            said = f"{home.name} is not ready yet: it has not told its layers; order it again when it is"
-            raise Conflict(said, code=DenialReason.NOT_READY.value)
-        return num_layers
+    def _owner(self, asked: MigrationRequest) -> Presence:
+        """The instance that is named, else the one whose module it is, or is about to leave."""
+        if asked.instance is not None:
+            return self._worker(asked.instance, "instance")
+        owners = self._owners_of(move_id := asked.return_of or "")
+        if len(owners) == 1:
+            return owners[0]
+        if owners:
+            names = ", ".join(owner.name for owner in owners)
+            said = f"move {move_id!r} brought away modules of {names}; name the instance, too"
+            raise BadRequest(said, param="return_of", code="invalid_move")
+        away = ", ".join(
+            f"{placed.move_id} (of {owner.name})" for owner, placed in self._cluster.modules_away()
+        )
+        said = f"no module that move {move_id!r} brought away is away; " + (
+            f"what is away was brought there by {away}" if away else "every module is at home"
+        )
+        raise NotFound(said, param="return_of", code="module_not_found")
 
+    def _owners_of(self, move_id: str) -> list[Presence]:
+        """The owners of what a move brought away or is about to."""
+        owners = {
+            owner.incarnation: owner
+            for owner, placed in self._cluster.modules_away()
+            if placed.move_id == move_id
+        }
+        record = self._cluster.migrations.get(move_id)
+        if record is not None and not is_over(record.phase):
+            owner = self._cluster.roster.get(record.instance)
+            owners |= {owner.incarnation: owner} if owner is not None else {}
+        return list(owners.values())
 
-_NOT_FOUND_CODES = {
-    "instance": DenialReason.INSTANCE_NOT_FOUND,
-    "host": DenialReason.WORKER_NOT_FOUND,
-}
-
-
-def _refusal(denied: MoveDenied, asked: MigrationRequest) -> ApiError:
-    if (error := no_answer_error(denied)) is not None:
-        return error
-    match denied.reason:
-        case DenialReason.INSTANCE_NOT_FOUND as reason:
-            return NotFound(_just_left_words(asked.instance), param="instance", code=reason.value)
-        case DenialReason.WORKER_NOT_FOUND as reason:
-            return NotFound(_just_left_words(asked.host), param="host", code=reason.value)
-        case DenialReason.NOT_FOUND:
-            return NotFound(denied.detail, param=module_param(asked), code="module_not_found")
-        case DenialReason.INVALID:
-            return BadRequest(denied.detail, param=module_param(asked), code="invalid_move")
-        case reason:
-            return Conflict(denied.detail, code=reason.value, epoch=denied.epoch)
-
-
-def _just_left_words(name: str | None) -> str:
-    """Of a worker that this gateway knows, and who is asked does not: they speak of it by its incarnation."""
-    return (
-        f"the worker {name!r} has just left, or has just come; look at GET /v1/mesh/placement and try again"
-    )
+    def _placement(self, owner: Presence) -> Placement:
+        heard = self._cluster.placement(owner.incarnation)
+        if heard is None:
+            said = f"{owner.name} is not ready yet: it has not told its placement; order it again when it is"
+            raise Conflict(said, code="not_ready")
+        return heard.message.placement
 
 
 def _json(document: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -1,6 +1,6 @@
 """Placements and moves as clients read them: workers by name, modules also in words. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -8,31 +8,24 @@ import msgspec
 from libs.bus.messages.migration import MoveRecord, PlacementTold
 from libs.bus.messages.presence import Presence
 from libs.cost.load import WorkerLoad
+from libs.mesh.cluster_state import ClusterState, Heard
+from libs.mesh.workers import names_of
 from libs.placement.module import ModuleKind, module_in_words
 from libs.placement.phases import is_over
 from libs.placement.placement import Hosted, Placed, Placement
-from services.gateway.mesh.placements import HeardPlacement, Placements
-from services.gateway.mesh.view import WORKERS, Loads
 
 Names = Mapping[str, str]
 """Workers' names by incarnation."""
 
 
-def names_of(services: Sequence[Presence]) -> dict[str, str]:
-    """Names of the workers that are here."""
-    return {p.incarnation: p.name for p in services if p.kind in WORKERS}
-
-
-def placement_document(
-    services: Sequence[Presence], placements: Placements, loads: Loads, now: float
-) -> list[dict[str, Any]]:
+def placement_document(cluster: ClusterState, now: float) -> list[dict[str, Any]]:
     """Every instance whose worker is here and has told its placement."""
+    services = cluster.roster.all()
     names = names_of(services)
-    ordered = sorted(services, key=lambda p: (p.kind.value, p.name))
     return [
-        _instance(presence, heard, loads, names, now)
-        for presence in ordered
-        if (heard := placements.get(presence.incarnation)) is not None
+        _instance(presence, heard, cluster, names, now)
+        for presence in sorted(services, key=lambda p: (p.kind.value, p.name))
+        if (heard := cluster.placement(presence.incarnation)) is not None
     ]
 
 
@@ -57,9 +50,10 @@ def _move_kind(move: MoveRecord) -> str:
 
 
 def _instance(
-    presence: Presence, heard: HeardPlacement, loads: Loads, names: Names, now: float
+    presence: Presence, heard: Heard[PlacementTold], cluster: ClusterState, names: Names, now: float
 ) -> dict[str, Any]:
-    placement = heard.told.placement
+    told = heard.message
+    placement = told.placement
     return {
         "name": presence.name,
         "incarnation": presence.incarnation,
@@ -72,17 +66,17 @@ def _instance(
         "layers": _layers(placement, names),
         "heads": [_placed(one, names) for one in placement.placed if one.module.kind is ModuleKind.HEADS],
         "lent": [_placed(one, names) for one in placement.lent()],
-        "hosted": [_hosted(one, names) for one in heard.told.hosted],
-        "capacity": _capacity(presence, heard.told, loads),
-        "age_seconds": round(now - heard.heard, 3),
+        "hosted": [_hosted(one, names) for one in told.hosted],
+        "capacity": _capacity(presence, told, cluster),
+        "age_seconds": round(now - heard.at, 3),
     }
 
 
-def _capacity(presence: Presence, told: PlacementTold, loads: Loads) -> dict[str, int]:
+def _capacity(presence: Presence, told: PlacementTold, cluster: ClusterState) -> dict[str, int]:
     """Blocks are those of the placement that is told with them: load reports come by themselves, and may be
     from before or after it."""
-    heard = loads.get(presence.incarnation)
-    load = heard.report.load if heard is not None else WorkerLoad()
+    heard = cluster.loads.get(presence.incarnation)
+    load = heard.message.load if heard is not None else WorkerLoad()
     num_blocks = told.num_blocks or load.num_blocks
     return {
         "num_blocks": num_blocks,

@@ -1,45 +1,14 @@
 """What this gateway knows of the mesh: who is there, how loaded, whether a request could be served. Pure."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
+from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.cost.load import WorkerLoad
-
-
-@dataclass(frozen=True, slots=True)
-class HeardLoad:
-    """The newest report of a worker, and when it came (monotonic seconds)."""
-
-    report: LoadReport
-    heard: float
-
-
-class Loads:
-    """The newest load of each worker; reports may come in any order."""
-
-    def __init__(self) -> None:
-        self._heard: dict[str, HeardLoad] = {}
-
-    def hear(self, report: LoadReport, now: float) -> None:
-        """Keep it unless a newer one is known."""
-        known = self._heard.get(report.incarnation)
-        if known is None or report.sequence > known.report.sequence:
-            self._heard[report.incarnation] = HeardLoad(report, now)
-
-    def forget(self, incarnation: str) -> None:
-        """The worker left."""
-        self._heard.pop(incarnation, None)
-
-    def get(self, incarnation: str) -> HeardLoad | None:
-        """The newest report of one worker."""
-        return self._heard.get(incarnation)
-
-
-WORKERS = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
+from libs.mesh.cluster_state import Loads
+from libs.mesh.workers import WORKERS
 
 
 def model_filter(services: Sequence[Presence], model: str) -> str:
@@ -98,15 +67,14 @@ def mesh_status(services: Sequence[Presence], loads: Loads, now: float) -> dict[
         entry: dict[str, Any] = msgspec.to_builtins(presence)
         entry |= {"load": None, "load_age_seconds": None}
         if (heard := loads.get(presence.incarnation)) is not None:
-            entry |= {"load": _load(heard.report.load), "load_age_seconds": round(now - heard.heard, 3)}
+            entry |= {"load": _load(heard.message.load), "load_age_seconds": round(now - heard.at, 3)}
             # Blocks of the store are content, not what requests hold.
-            for name in _SUMMED if presence.kind in _WORKERS else ():
-                totals[name] += getattr(heard.report.load, name)
+            for name in _SUMMED if presence.kind in WORKERS else ():
+                totals[name] += getattr(heard.message.load, name)
         told.append(entry)
     return {"services": told, "totals": totals}
 
 
-_WORKERS = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
 _SUMMED = (
     "num_running",
     "num_waiting",
