@@ -136,7 +136,7 @@ class PrefillInstance:
 
     def _run_layer_by_layer(self, job: Job, now: float) -> Due:
         """Its fetch has just ended. The step began when the instance became free for it, and ends when the
-        layers that arrived one after the other are through: see libs.cost.overlap."""
+        layers that arrived one after the other are through."""
         began = self._step_began
         step = [(job, min(job.num_left, self.shape.max_step_tokens))]
         computing = self._compute_seconds(step)

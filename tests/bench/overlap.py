@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from libs.cost.overlap import overlapped_seconds
 from libs.engine.engine import Engine
 from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
 from libs.engine.settings import EngineSettings
@@ -24,6 +23,7 @@ from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 from tests.bench.figures import Figure, Say
 from tests.bench.mesh import random_prompt
+from tests.bench.overlap_formula import overlapped_seconds
 
 NUM_TOKENS = 2048
 NUM_HELD_TOKENS = 1536

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.cost.fetch import FetchCost
-from libs.cost.overlap import overlapped_seconds
 from libs.cost.plan_fetch import FetchPlan, FetchReason, plan_fetch
 from libs.cost.prefill import PrefillCost, prefill_seconds
+from tests.bench.overlap_formula import overlapped_seconds
 
 PREFILL = PrefillCost(step_seconds=5e-3, token_seconds=1e-4, pair_seconds=1e-8)
 FAST = FetchCost(latency_seconds=1e-3, bytes_per_second=1e10)

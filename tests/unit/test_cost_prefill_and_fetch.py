@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.cost.fetch import DEFAULT_FETCH_COST, FetchCost, fetch_seconds
-from libs.cost.overlap import overlapped_seconds
 from libs.cost.prefill import DEFAULT_PREFILL_COST, PrefillCost, num_pairs, prefill_seconds
+from tests.bench.overlap_formula import overlapped_seconds
 
 TIMES = st.floats(min_value=0, max_value=10)
 

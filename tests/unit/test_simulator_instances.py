@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.cost.fetch import FetchCost
-from libs.cost.overlap import overlapped_seconds
 from libs.cost.prefill import PrefillCost, prefill_seconds
 from libs.simulator.decode_instance import DecodeInstance
 from libs.simulator.event_loop import Due, run_events
@@ -13,6 +12,7 @@ from libs.simulator.job import Job
 from libs.simulator.prefill_instance import PrefillInstance
 from libs.simulator.shape import ClusterShape, DecodeCost, DecodeShape, PrefillShape, StoreShape
 from libs.simulator.trace import TraceRequest
+from tests.bench.overlap_formula import overlapped_seconds
 
 COST = PrefillCost(step_seconds=0.01, token_seconds=1e-3, pair_seconds=1e-6)
 BLOCK = 16
