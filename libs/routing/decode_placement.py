@@ -1,7 +1,10 @@
-"""Which instance decodes a sequence, by the KV that it is going to take there."""
+"""Which instance decodes a sequence: by the KV that it is going to take there, or by its session."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
+from libs.kv.rendezvous import owner_of
 from libs.routing.candidates import DecodeCandidates, Draw, Floats, Ints
 
 NEAR_SHARE = 0.01
@@ -40,3 +43,10 @@ def least_kv(num_needed_blocks: Ints, candidates: DecodeCandidates, draw: Draw) 
     counts = candidates.num_sequences[near]
     near = near[counts == counts.min()]
     return int(near[int(draw.first * len(near))])
+
+
+def session_worker(session: str, workers: Sequence[str]) -> int:
+    """The index of the worker that a session belongs to, by name, so that a restarted one keeps its sessions:
+    the same for every router, without memory. When a worker comes or goes, only the sessions that it gains or
+    loses move (rendezvous hashing). Raises ValueError without workers."""
+    return workers.index(owner_of(session.encode(), workers))

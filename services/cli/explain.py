@@ -1,17 +1,19 @@
 """kvmesh explain: what the coordinator's loop saw, considered and did, round by round, in 80 columns."""
 
 import json
+import re
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from rich.text import Text
 
-from services.cli.alike import as_one, shape_of
 from services.cli.console import ReadConsole
 
 _WIDTH = 80
+_FIGURE = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?![\w-]|\.\d)")
+"""Not the number in a name, as in decode-0, nor of layers, as in 20-29."""
 
 
 def show_explanation(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
@@ -121,3 +123,20 @@ def _wrapped(words: str, indent: str, style: str) -> Iterator[Text]:
 
 def _clock(unix_seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_seconds))
+
+
+def shape_of(line: str) -> str:
+    """The line without its figures."""
+    return _FIGURE.sub("#", line)
+
+
+def as_one(lines: Sequence[str]) -> str:
+    """Lines of one shape; a figure in which they differ becomes its range: `cost 0.05 to 0.31`."""
+    columns = iter(list(zip(*(_FIGURE.findall(line) for line in lines), strict=True)))
+
+    def told(_: re.Match[str]) -> str:
+        figures = sorted(next(columns), key=float)
+        least, greatest = figures[0], figures[-1]
+        return least if float(least) == float(greatest) else f"{least} to {greatest}"
+
+    return _FIGURE.sub(told, lines[0])

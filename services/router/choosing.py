@@ -8,10 +8,9 @@ import numpy as np
 from libs.bus.messages.generation import Place, Placed
 from libs.kv_events.view import NOTHING_HELD, HeldPrefix, KvView
 from libs.routing.candidates import DecodeCandidates, Draw, Ints, PrefillCandidates, Prompt
-from libs.routing.decode_placement import least_kv
+from libs.routing.decode_placement import least_kv, session_worker
 from libs.routing.policies import Policy
 from libs.routing.predicting import HitKind, predict
-from libs.routing.stickiness import home_of
 from services.router.instances import Instances
 from services.router.room import num_requests
 from services.router.view import ClusterView, Share
@@ -80,7 +79,7 @@ class Choosing:
     def _decode(self, place: Place, roomy: Roomy, known: Instances, draw: Draw) -> int:
         rows = roomy.decodes
         if self.sticky_seconds and place.session:
-            return int(rows[home_of(place.session, known.names(rows))])
+            return int(rows[session_worker(place.session, known.names(rows))])
         state = DecodeCandidates(known.num_blocks[rows], roomy.free_blocks[rows], num_requests(known)[rows])
         return int(rows[least_kv(roomy.needed_blocks[rows], state, draw)])
 
@@ -90,9 +89,9 @@ class Choosing:
         """The session's worker, unless too much waits there."""
         if not self.sticky_seconds or not place.session:
             return None
-        home = home_of(place.session, known.names(runners))
+        usual = session_worker(place.session, known.names(runners))
         longest = candidates.queued_seconds.min() + self.sticky_seconds
-        return home if candidates.queued_seconds[home] <= longest else None
+        return usual if candidates.queued_seconds[usual] <= longest else None
 
 
 def _match(

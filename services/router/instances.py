@@ -50,7 +50,6 @@ class Instances:
         self.num_seats: Ints = np.zeros(capacity, np.int64)
         # From load reports
         self.heard_at: Floats = np.full(capacity, -np.inf)
-        self.sequence: Ints = np.full(capacity, -1)
         self.num_running: Ints = np.zeros(capacity, np.int64)
         self.num_beginning: Ints = np.zeros(capacity, np.int64)
         self.num_waiting_tokens: Ints = np.zeros(capacity, np.int64)
@@ -78,7 +77,7 @@ class Instances:
         row = self.rows[presence.incarnation] = self._free.pop()
         for column in self._columns().values():
             column[row] = 0
-        self.heard_at[row], self.sequence[row], self.block_size[row] = -np.inf, -1, 1
+        self.heard_at[row], self.block_size[row] = -np.inf, 1
         self.fetch_bytes_per_second[row] = DEFAULT_FETCH_COST.bytes_per_second
         self.describe(row, presence)
         return row
@@ -103,11 +102,11 @@ class Instances:
         self.heard_at[row] = -np.inf
         self._free.append(row)
 
-    def hear(self, row: int, load: WorkerLoad, sequence: int, now: float) -> None:
+    def hear(self, row: int, load: WorkerLoad, now: float) -> None:
         """What it reports."""
         prefill = load.prefill_cost or DEFAULT_PREFILL_COST
         fetch = load.fetch_cost or DEFAULT_FETCH_COST
-        self.heard_at[row], self.sequence[row] = now, sequence
+        self.heard_at[row] = now
         self.num_running[row] = load.num_running
         self.num_beginning[row] = load.num_waiting + load.num_reserved
         self.num_waiting_tokens[row] = load.num_waiting_tokens

@@ -14,6 +14,7 @@ from libs.bus.messages.presence import LoadReport, ServiceKind
 from libs.bus.subscriptions import Subscription
 from libs.kv_events.subscriber import KvSubscriber
 from libs.kv_events.view import KvView
+from libs.mesh.workers import WORKERS
 from libs.routing.policies import POLICIES
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
@@ -23,7 +24,7 @@ from services.router.choosing import Choosing
 from services.router.matching import Matching
 from services.router.metrics import RouterMetrics
 from services.router.settings import RouterSettings
-from services.router.view import WORKERS, ClusterView
+from services.router.view import ClusterView
 
 QUEUE_GROUP = "routers"
 HOLDERS = (*WORKERS, ServiceKind.KV_STORE)

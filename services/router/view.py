@@ -11,10 +11,10 @@ import numpy as np
 
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
 from libs.kv_events.view import KvView
+from libs.mesh.cluster_state import Loads
+from libs.mesh.workers import WORKERS
 from libs.routing.candidates import Ints
 from services.router.instances import Bools, Instances
-
-WORKERS = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class ClusterView:
         self._placement_seconds = placement_seconds
         self._max_placements = max_placements
         self._placements: OrderedDict[str, Placement] = OrderedDict()
+        self._loads = Loads()
         self.instances = Instances()
         self._num_changes = 0
         self._slots_seen = (-1, -1)
@@ -54,6 +55,7 @@ class ClusterView:
         present = {member.incarnation: member for member in members if member.kind in WORKERS}
         for incarnation in self.instances.rows.keys() - present.keys():
             self.instances.remove(incarnation)
+            self._loads.forget(incarnation)
             for placement in self._placements.values():  # it may come back, and has nothing of them then
                 placement.shares.pop(incarnation, None)
         # By name, so that no choice depends on who was heard first.
@@ -67,9 +69,9 @@ class ClusterView:
     def hear(self, report: LoadReport, now: float) -> None:
         """Take a load report; an older one than already known, or of a stranger, changes nothing."""
         row = self.instances.rows.get(report.incarnation)
-        if row is None or report.sequence <= self.instances.sequence[row]:
+        if row is None or not self._loads.hear(report, now):
             return
-        self.instances.hear(row, report.load, report.sequence, now)
+        self.instances.hear(row, report.load, now)
         for request_id in report.load.recent_request_ids:
             placement = self._placements.get(request_id)
             if placement is not None:

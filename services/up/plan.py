@@ -18,8 +18,6 @@ _STAGE = {
 }
 BROKER_STAGE = 3
 
-WORKERS = (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER)
-
 
 @dataclass(frozen=True)
 class Child:

@@ -12,12 +12,13 @@ import msgspec
 from libs.bus.messages.presence import ServiceKind
 from libs.config.known import KNOWN_FIELDS
 from libs.config.load import load_settings
+from libs.mesh.workers import WORKERS
 from libs.runtime.connect import check_url
 from libs.runtime.signals import PARENT_VARIABLE
 from services.up.admin_key import VARIABLE as ADMIN_KEY_VARIABLE
 from services.up.admin_key import settle_admin_key
 from services.up.pass_on import split_flags
-from services.up.plan import WORKERS, Child, children_environment, plan_children, share_threads
+from services.up.plan import Child, children_environment, plan_children, share_threads
 from services.up.preflight import check_model, check_port, check_settings, lock_state_dir
 from services.up.settings import UpSettings
 

@@ -16,13 +16,11 @@ from libs.bus.messages.migration import Rounds
 from libs.placement.phases import MovePhase
 from services.cli.__main__ import main
 from services.cli.admin_key import find_admin_key
-from services.cli.alike import as_one, shape_of
 from services.cli.arguments import BadCommand, move_asked, new_parser
-from services.cli.explain import show_explanation
+from services.cli.explain import as_one, shape_of, show_explanation
 from services.cli.gateway import GatewayError
-from services.cli.letters import Letters
 from services.cli.migrate import follow_move, progress_words, start_move
-from services.cli.placement import show_placement
+from services.cli.placement import Letters, show_placement
 from services.gateway.mesh.placement_view import move_document
 
 

@@ -14,8 +14,8 @@ from libs.routing.decode_placement import (
     expected_growth_blocks,
     expected_output_tokens,
     least_kv,
+    session_worker,
 )
-from libs.routing.stickiness import home_of
 
 UNIT = st.floats(0, 1, exclude_max=True)
 POOLS = st.lists(
@@ -61,18 +61,18 @@ def test_running_sequences_grow_by_half_an_answer_and_new_ones_by_a_whole_one() 
 
 @given(st.text(max_size=20), st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=12, unique=True))
 def test_a_session_keeps_its_home_when_another_worker_goes(session: str, workers: list[str]) -> None:
-    home = workers[home_of(session, workers)]
+    home = workers[session_worker(session, workers)]
     for gone in set(workers) - {home}:
         rest = [worker for worker in workers if worker != gone]
-        assert rest[home_of(session, rest)] == home
-    assert workers[::-1][home_of(session, workers[::-1])] == home
+        assert rest[session_worker(session, rest)] == home
+    assert workers[::-1][session_worker(session, workers[::-1])] == home
 
 
 def test_sessions_are_spread_over_all_workers() -> None:
-    homes = Counter(home_of(f"session {n}", ["a", "b", "c", "d"]) for n in range(400))
+    homes = Counter(session_worker(f"session {n}", ["a", "b", "c", "d"]) for n in range(400))
     assert min(homes.values()) > 60
 
 
 def test_no_worker_is_no_home() -> None:
     with pytest.raises(ValueError, match="needs somebody"):
-        home_of("s", [])
+        session_worker("s", [])
