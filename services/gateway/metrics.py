@@ -1,11 +1,21 @@
 """All metrics of the gateway: name, help, unit, labels."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from libs.telemetry.metrics import SECONDS_BUCKETS, TOKEN_SECONDS_BUCKETS
-from services.gateway.generation.session import Finished, Session
+
+
+@dataclass(slots=True)
+class Times:
+    """Monotonic seconds of what a sequence went through; the prefill's start is by the worker's clock."""
+
+    arrived: float
+    first_token: float | None = None
+    last_token: float | None = None
+    prefill_started_unix: float = 0.0
 
 
 class GatewayMetrics:
@@ -55,23 +65,19 @@ class GatewayMetrics:
         self.num_requests_running.set_function(lambda: num_live() - num_waiting())
         self.http_requests_in_flight.set_function(num_requests)
 
-    def note_tokens(self, session: Session, num_new: int, last: float | None, now: float) -> None:
-        """`num_new` tokens came at `now`; those before at `last`."""
+    def note_tokens(self, times: Times, num_new: int, last: float | None, num_cached: int) -> None:
+        """`num_new` tokens of a sequence came, the last at `times.last_token`; those before at `last`."""
+        now = times.last_token or times.arrived
         self.generation_tokens.inc(num_new)
         if last is not None:
             self.inter_token_latency.observe((now - last) / num_new)
             return
-        self.time_to_first_token.observe(now - session.times.arrived)
-        if session.num_cached_tokens:
-            self.cached_tokens.inc(session.num_cached_tokens)
+        self.time_to_first_token.observe(now - times.arrived)
+        if num_cached:
+            self.cached_tokens.inc(num_cached)
 
-    def note_end(self, session: Session, now: float, now_unix: float) -> None:
-        """A session has its outcome."""
-        times, outcome = session.times, session.outcome
-        if outcome is None:
-            return
-        counter = self.request_success if isinstance(outcome, Finished) else self.request_failure
-        counter.labels(outcome.reason.value).inc()
+    def note_end(self, times: Times, now: float, now_unix: float) -> None:
+        """A sequence has its outcome."""
         self.e2e_request_latency.observe(now - times.arrived)
         if times.first_token is None or times.last_token is None:
             return

@@ -19,21 +19,22 @@ from libs.runtime.http_server import HttpServer
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
 from services.gateway.api.app import build_app
-from services.gateway.api.gate import Gate
 from services.gateway.api.http_protocol import ApiHttpProtocol
-from services.gateway.api.operations import OperationsApi, Readiness
-from services.gateway.generation.answering import AnsweringRules
+from services.gateway.api.operations import OPEN_PATHS, OperationsApi, Readiness
+from services.gateway.api.serving import ConcurrencyLimit
+from services.gateway.generation.block_hashes import layout_of
 from services.gateway.generation.dispatch import Dispatch
-from services.gateway.generation.generation_api import GenerationApi, GenerationRules
-from services.gateway.generation.language import Language, load_language
-from services.gateway.generation.live_sessions import LiveSessions
-from services.gateway.generation.model_card import ServedModel, default_name
-from services.gateway.generation.prompt_names import layout_of
+from services.gateway.generation.endpoints import generation_routes
+from services.gateway.generation.live import LiveSequences
+from services.gateway.generation.model import ServedModel, TextCodec, default_name, load_codec
+from services.gateway.generation.model_api import ModelApi
 from services.gateway.generation.readmission import Limits
-from services.gateway.generation.session import Failed
+from services.gateway.generation.requests import RequestReader
+from services.gateway.generation.sequence import Failed, Sequence
+from services.gateway.generation.stream import ResponseStream, StreamBounds
 from services.gateway.mesh.coordinator import LoopWatch
 from services.gateway.mesh.mesh_feed import MeshFeed
-from services.gateway.mesh.mesh_page import MeshPage
+from services.gateway.mesh.mesh_page import PAGE_PATHS, MeshPage
 from services.gateway.mesh.migrations_api import MigrationsApi
 from services.gateway.mesh.placement_view import move_document, placement_document
 from services.gateway.mesh.view import (
@@ -45,6 +46,7 @@ from services.gateway.mesh.view import (
     shortest_context,
 )
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.openapi import openapi_document
 from services.gateway.settings import GatewaySettings
 
 SHOWN_MOVES = 16
@@ -52,13 +54,13 @@ SHOWN_MOVES = 16
 
 
 class GatewayService:
-    """One gateway. `open_language` loads the tokenizer and the template of a model; tests share one."""
+    """One gateway. `open_codec` loads the tokenizer and the template of a model; tests share one."""
 
     def __init__(
-        self, settings: GatewaySettings, *, open_language: Callable[[str], Language] = load_language
+        self, settings: GatewaySettings, *, open_codec: Callable[[str], TextCodec] = load_codec
     ) -> None:
-        self._settings, self._open_language = settings, open_language
-        self._gate = Gate(settings.max_concurrent_requests)
+        self._settings, self._open_codec = settings, open_codec
+        self._limit = ConcurrencyLimit(settings.max_concurrent_requests)
         self._roster = Roster()
         self._cluster = ClusterState(self._roster)
         self._loop: LoopWatch | None = None
@@ -73,23 +75,23 @@ class GatewayService:
         self._feed = MeshFeed(lambda: msgspec.json.encode(self._mesh()))
         self._subscriptions: list[Subscription] = []
         self._server: HttpServer | None = None
-        self._live: LiveSessions | None = None
+        self._live: LiveSequences | None = None
 
     async def open(self, runtime: Runtime) -> None:
         """Listen at once, so that /live and /ready answer; ready when the tokenizer is loaded."""
         settings = self._settings
         metrics = GatewayMetrics(runtime.registry)
-        self._live = live = LiveSessions(metrics)
+        self._live = live = LiveSequences(metrics)
         limits = Limits(
             replay=settings.replay == "on",
             max_attempts=settings.max_attempts,
             replay_patience_seconds=settings.replay_patience_seconds,
         )
         dispatch = Dispatch(runtime.bus, runtime.incarnation, live, limits, metrics)
-        metrics.watch(lambda: live.num_waiting, lambda: len(live), lambda: self._gate.num_inside)
+        metrics.watch(lambda: live.num_waiting, lambda: len(live), lambda: self._limit.num_inside)
         metrics.mesh_viewers.set_function(lambda: self._feed.num_viewers)
         self._loop = LoopWatch(runtime.bus, self._feed.changed)
-        await self._subscribe(runtime)
+        await self._subscribe(runtime, live)
         watching = watch_roster(runtime.bus, self._roster, self._roster_changed, hears_itself=True)
         runtime.spawn("roster", watching)
         runtime.spawn("strays", dispatch.abort_strays())
@@ -100,50 +102,61 @@ class GatewayService:
         runtime.describe(http_address=await self._server.open(), model=settings.model)
         runtime.spawn("http", self._server.wait_ended())
         runtime.progress("loading the tokenizer")
-        self._served.language = await asyncio.to_thread(self._open_language, settings.model)
+        self._served.codec = await asyncio.to_thread(self._open_codec, settings.model)
         runtime.describe(detail="", max_model_len=self._served.max_model_len())
 
-    async def _subscribe(self, runtime: Runtime) -> None:
+    async def _subscribe(self, runtime: Runtime, live: LiveSequences) -> None:
         bus = runtime.bus
         self._subscriptions += [
-            await bus.subscribe(TokenFrame, self._on_frame, at=runtime.incarnation),
+            await bus.subscribe(TokenFrame, live.on_frame, at=runtime.incarnation),
             await bus.subscribe(LoadReport, self._on_load),
             await bus.subscribe(PlacementTold, self._on_placement),
             await bus.subscribe(MoveTold, self._on_move),
         ]
 
     def _app(self, runtime: Runtime, dispatch: Dispatch, metrics: GatewayMetrics) -> Starlette:
-        max_body_bytes = self._settings.max_body_bytes
+        settings = self._settings
+        bounds = StreamBounds(settings.max_buffered_bytes, settings.flush_timeout_seconds)
+        reader = RequestReader(
+            self._served,
+            max_body_bytes=settings.max_body_bytes,
+            request_timeout_seconds=settings.request_timeout_seconds,
+        )
+
+        def stream(sequences: list[Sequence]) -> ResponseStream:
+            return ResponseStream(sequences, dispatch, metrics, bounds)
+
+        migrations = MigrationsApi(
+            runtime.bus,
+            self._cluster,
+            deadline_seconds=settings.move_deadline_seconds,
+            max_body_bytes=settings.max_body_bytes,
+        )
+        openapi = msgspec.json.encode(openapi_document())
+        operations = OperationsApi(runtime.registry, openapi, readiness=self._readiness, mesh=self._mesh)
         return build_app(
-            GenerationApi(dispatch, self._served, self._gate, metrics, self._generation_rules()),
-            OperationsApi(
-                self._served,
-                runtime.registry,
-                readiness=self._readiness,
-                mesh=self._mesh,
-                max_body_bytes=max_body_bytes,
-            ),
-            MigrationsApi(
-                runtime.bus,
-                self._cluster,
-                deadline_seconds=self._settings.move_deadline_seconds,
-                max_body_bytes=max_body_bytes,
-            ),
-            MeshPage(self._feed, metrics),
-            metrics,
-            api_keys=self._settings.api_key,
-            admin_key=self._settings.admin_key,
+            [
+                *generation_routes(reader, stream, self._limit),
+                *ModelApi(self._served, max_body_bytes=settings.max_body_bytes).routes(),
+                *migrations.routes(),
+                *MeshPage(self._feed, metrics).routes(),
+                *operations.routes(),
+            ],
+            metrics.http_requests,
+            api_keys=settings.api_key,
+            admin_key=settings.admin_key,
+            open_paths=OPEN_PATHS | PAGE_PATHS,
         )
 
     async def drain(self) -> None:
-        """Let nobody in any more; return when those inside have their answers."""
-        self._gate.close()
+        """Refuse new requests; return when those inside have their answers."""
+        self._limit.close()
         self._feed.close()
-        await self._gate.wait_empty()
+        await self._limit.wait_empty()
 
     async def close(self) -> None:
         """Tell those still inside, then stop listening."""
-        self._gate.close()
+        self._limit.close()
         self._feed.close()
         if self._live is not None:
             self._live.end_all(Failed(FailureReason.ABORTED, "this gateway is shutting down"))
@@ -152,24 +165,15 @@ class GatewayService:
         for subscription in self._subscriptions:
             await subscription.close()
 
-    def _generation_rules(self) -> GenerationRules:
-        settings = self._settings
-        answering = AnsweringRules(settings.max_buffered_bytes, settings.flush_timeout_seconds)
-        return GenerationRules(settings.max_body_bytes, settings.request_timeout_seconds, answering)
-
     def _services(self) -> list[Presence]:
         """Everybody, but of workers only those of this gateway's model where some name it."""
         everybody = self._roster.all()
         return serving(everybody, model_filter(everybody, self._settings.model))
 
-    def _on_frame(self, frame: TokenFrame) -> None:
-        if self._live is not None:
-            self._live.on_frame(frame, time.monotonic())
-
     def _on_load(self, report: LoadReport) -> None:
         self._cluster.hear_load(report, time.time())
         if self._live is not None:
-            self._live.on_load(report, time.monotonic())
+            self._live.on_load(report)
 
     def _on_placement(self, told: PlacementTold) -> None:
         if self._cluster.hear_placement(told, time.time()):
@@ -190,9 +194,9 @@ class GatewayService:
     def _readiness(self) -> Readiness:
         services = self._services()
         reasons = obstacles(services)
-        if self._served.language is None:
+        if self._served.codec is None:
             reasons.insert(0, "the tokenizer is still loading")
-        if self._gate.is_closed:
+        if self._limit.is_closed:
             reasons.insert(0, "this gateway is shutting down")
         return Readiness(reasons, instances(services))
 
@@ -208,5 +212,5 @@ class GatewayService:
         status["loop"] = self._loop.last if self._loop is not None else None
         status["models"] = list(self._served.names)
         status["reasons"] = self._readiness().reasons
-        status["num_requests_in_flight"] = self._gate.num_inside
+        status["num_requests_in_flight"] = self._limit.num_inside
         return status

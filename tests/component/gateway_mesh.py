@@ -34,7 +34,7 @@ from libs.request.sampling import TokenLogprobs
 from libs.runtime.identity import new_identity
 from libs.runtime.life import Stop
 from libs.runtime.service import live_on
-from services.gateway.generation.language import Language, load_language
+from services.gateway.generation.model import TextCodec, load_codec
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
 
@@ -45,13 +45,13 @@ Behaviour = Callable[["Worker", Generation], Awaitable[None]]
 
 
 @lru_cache(maxsize=1)
-def language(model: str) -> Language:
+def codec(model: str) -> TextCodec:
     """Loaded once per process, for all gateways."""
-    return load_language(model)
+    return load_codec(model)
 
 
 def tokenizer() -> Tokenizer:
-    return language(MODEL).tokenizer
+    return codec(MODEL).tokenizer
 
 
 def words(text: str) -> list[int]:
@@ -289,7 +289,7 @@ async def running_gateway(gateway_bus: Bus, mesh_bus: Bus, **settings: Any) -> A
             gateway_bus,
             identity,
             read,
-            GatewayService(read, open_language=language),
+            GatewayService(read, open_codec=codec),
             mesh.stop,
             serves_probes=False,
         )

@@ -10,7 +10,7 @@ from memory_bus import MemoryBus
 
 from libs.request.generation import unpack_token_ids
 from libs.request.outcome import FinishReason
-from services.gateway.api.tenants import NOBODY, salt_of
+from services.gateway.api.auth import ANONYMOUS, salt_of
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -180,7 +180,7 @@ async def test_extensions_travel_in_the_body(mesh: Mesh) -> None:
     sampling = generation.sampling
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.1, 1.2)
     assert (sampling.stop_token_ids, sampling.min_tokens, sampling.ignore_eos) == ((9,), 1, True)
-    assert (sampling.logit_bias, generation.cache_salt) == ({5: -100.0}, salt_of(NOBODY, "s"))
+    assert (sampling.logit_bias, generation.cache_salt) == ({5: -100.0}, salt_of(ANONYMOUS, "s"))
 
 
 async def test_models_tokenize_and_detokenize(mesh: Mesh) -> None:

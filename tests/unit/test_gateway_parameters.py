@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from services.gateway.api.body import decode_json
 from services.gateway.api.errors import ApiError, BadRequest, ContextTooLong
-from services.gateway.generation.language import prompts_of
+from services.gateway.generation.fields import ChatRequest, CompletionRequest
+from services.gateway.generation.model import prompts_of
 from services.gateway.generation.parameters import (
     check_chat,
     check_completion,
@@ -18,7 +19,6 @@ from services.gateway.generation.parameters import (
     sampling_params,
     stop_strings,
 )
-from services.gateway.generation.request_fields import ChatRequest, CompletionRequest
 
 chat_decoder = msgspec.json.Decoder(ChatRequest)
 completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -219,7 +219,9 @@ def test_more_tokens_than_the_context_can_ever_hold_are_refused() -> None:
 )
 def test_ids_outside_the_vocabulary_and_contradictions_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ApiError):
-        sampling_params(chat(**change), wanted_tokens=8, max_tokens=8, seed=1, logprobs=None, vocab_size=100)
+        sampling_params(
+            chat(**change), requested_tokens=8, max_tokens=8, seed=1, logprobs=None, vocab_size=100
+        )
 
 
 def test_parameters_arrive_as_they_were_given() -> None:
@@ -232,7 +234,7 @@ def test_parameters_arrive_as_they_were_given() -> None:
         stop_token_ids=[3],
         ignore_eos=True,
     )
-    params = sampling_params(asked, wanted_tokens=8, max_tokens=8, seed=-1, logprobs=2, vocab_size=100)
+    params = sampling_params(asked, requested_tokens=8, max_tokens=8, seed=-1, logprobs=2, vocab_size=100)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 0.5, 0, 0.1)
     assert (params.logit_bias, params.stop_token_ids, params.ignore_eos) == ({7: -5.0}, (3,), True)
     assert (params.seed, params.logprobs) == (2**63 - 1, 2)

@@ -27,7 +27,7 @@ from libs.mesh.cluster_state import ClusterState
 from libs.placement.module import heads_of, lent_blocks, module_in_words, whole_layers
 from libs.placement.placement import BadPlacement, Placement, all_home
 from libs.runtime.roster import Roster
-from services.gateway.api.admin import AdminKey, is_admin_call
+from services.gateway.api.auth import AdminKey, is_admin_call
 from services.gateway.api.errors import BadRequest, Forbidden, Unauthorized
 from services.gateway.mesh.migration_fields import MigrationRequest, check_shape, order_of
 from services.gateway.mesh.placement_view import move_document, placement_document

@@ -16,7 +16,7 @@ from services.gateway.generation.readmission import (
     Unreachable,
     next_step,
 )
-from services.gateway.generation.session import Failed, Interruption
+from services.gateway.generation.sequence import Failed, Interruption
 
 workers = st.sampled_from(["a", "b", "c"])
 refusals = st.builds(Refused, reason=st.sampled_from(RefusalReason))

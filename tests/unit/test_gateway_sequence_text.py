@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.request.sampling import TokenLogprobs
-from services.gateway.generation.sequence_text import Piece, SequenceText, ShownToken
+from services.gateway.generation.text import SequenceText, ShownToken, TextDelta
 
 
 class ByteDetokenizer:
@@ -30,9 +30,9 @@ class ByteDetokenizer:
 
 def run(
     tokens: list[int], stops: tuple[str, ...] = (), min_tokens: int = 0
-) -> tuple[SequenceText, list[Piece]]:
+) -> tuple[SequenceText, list[TextDelta]]:
     text = SequenceText(ByteDetokenizer(), stops=stops, min_tokens=min_tokens, keeps_tokens=True)
-    pieces: list[Piece] = []
+    pieces: list[TextDelta] = []
     for number, token in enumerate(tokens):
         text.push(token, TokenLogprobs(-float(number)))
         pieces.append(text.take())
@@ -42,7 +42,7 @@ def run(
     return text, [*pieces, text.take()]
 
 
-def shown(pieces: list[Piece]) -> tuple[str, list[ShownToken]]:
+def shown(pieces: list[TextDelta]) -> tuple[str, list[ShownToken]]:
     return "".join(piece.text for piece in pieces), [token for piece in pieces for token in piece.tokens]
 
 
@@ -100,4 +100,4 @@ def test_a_hidden_token_counts_but_has_no_text() -> None:
 def test_without_logprobs_no_tokens_are_kept() -> None:
     text = SequenceText(ByteDetokenizer())
     text.push(ord("a"))
-    assert text.take() == Piece("a", [])
+    assert text.take() == TextDelta("a", [])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.generation.stop_strings import StopStrings
+from services.gateway.generation.text import StopStrings
 
 
 def cut(text: str, stops: list[str]) -> str:

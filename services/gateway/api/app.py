@@ -1,8 +1,8 @@
 """The ASGI app: paths, keys, and one shape for every error."""
 
-import math
 from collections.abc import Sequence
 
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -11,17 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.api.admin import AdminKey, is_admin_call
-from services.gateway.api.errors import ApiError, Failed, NotFound, Unauthorized, encode_error
-from services.gateway.api.operations import OperationsApi
-from services.gateway.api.tenants import NOBODY, SCOPE_KEY, Tenant, Tenants
-from services.gateway.generation.generation_api import GenerationApi
-from services.gateway.mesh.mesh_page import PAGE_PATHS, MeshPage
-from services.gateway.mesh.migrations_api import MigrationsApi
-from services.gateway.metrics import GatewayMetrics
-
-OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/openapi.json"}) | PAGE_PATHS
-"""Asked without a key: by load balancers, orchestrators, Prometheus, people."""
+from services.gateway.api.auth import AdminKey, Authentication, Tenants
+from services.gateway.api.errors import ApiError, Failed, NotFound, error_response
 
 
 class MethodNotAllowed(ApiError):
@@ -31,38 +22,25 @@ class MethodNotAllowed(ApiError):
 
 
 def build_app(
-    generation: GenerationApi,
-    operations: OperationsApi,
-    migrations: MigrationsApi,
-    mesh_page: MeshPage,
-    metrics: GatewayMetrics,
+    routes: Sequence[Route],
+    responses: Counter,
     *,
     api_keys: Sequence[str],
     admin_key: str,
+    open_paths: frozenset[str],
 ) -> Starlette:
-    """All paths of the gateway."""
-    routes = [
-        Route("/v1/chat/completions", generation.chat, methods=["POST"]),
-        Route("/v1/completions", generation.completions, methods=["POST"]),
-        Route("/tokenize", operations.tokenize, methods=["POST"]),
-        Route("/detokenize", operations.detokenize, methods=["POST"]),
-        Route("/v1/models", operations.models),
-        Route("/v1/models/{model:path}", operations.model),
-        Route("/v1/mesh", operations.mesh),
-        *migrations.routes(),
-        *mesh_page.routes(),
-        Route("/live", operations.live),
-        Route("/ready", operations.ready),
-        Route("/health", operations.health),
-        Route("/metrics", operations.metrics),
-        Route("/openapi.json", operations.openapi),
-    ]
+    """All `routes`. `responses` counts by path and status; `open_paths` need no API key."""
     paths = frozenset(route.path for route in routes)
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(_CountedResponses, metrics=metrics, paths=paths),
-            Middleware(_Keys, tenants=Tenants(api_keys), admin_key=AdminKey(admin_key)),
+            Middleware(_CountedResponses, responses=responses, paths=paths),
+            Middleware(
+                Authentication,
+                tenants=Tenants(api_keys),
+                admin_key=AdminKey(admin_key),
+                open_paths=open_paths,
+            ),
         ],
         exception_handlers={
             ApiError: _api_error,
@@ -75,63 +53,21 @@ def build_app(
     return app
 
 
-class _Keys:
-    """Lets requests through that show one of the keys; without keys, all. Says in the scope whose it is.
-
-    Admin calls are let through by the admin key alone.
-    """
-
-    def __init__(self, app: ASGIApp, tenants: Tenants, admin_key: AdminKey) -> None:
-        self._app, self._tenants, self._admin_key = app, tenants, admin_key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._check(scope)
-            except ApiError as error:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        if is_admin_call(scope["method"], scope["path"]):
-            self._admin_key.check(Request(scope))
-        elif scope["path"] not in OPEN_PATHS:
-            tenant = self._tenant_of(Request(scope)) if self._tenants.need_keys else NOBODY
-            if tenant is None:
-                raise Unauthorized("a valid API key is needed: send `Authorization: Bearer <key>`")
-            scope[SCOPE_KEY] = tenant
-
-    def _tenant_of(self, request: Request) -> Tenant | None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        return self._tenants.find(key.strip().encode()) if scheme.lower() == "bearer" else None
-
-
 class _CountedResponses:
     """Counts responses by path and status when they begin."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, paths: frozenset[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, paths
+    def __init__(self, app: ASGIApp, responses: Counter, paths: frozenset[str]) -> None:
+        self._app, self._responses, self._paths = app, responses, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 # Any other path would let clients make labels without end.
                 path = scope["path"] if scope["path"] in self._paths else "other"
-                self._metrics.http_requests.labels(path, str(message["status"])).inc()
+                self._responses.labels(path, str(message["status"])).inc()
             await send(message)
 
         await self._app(scope, receive, counted if scope["type"] == "http" else send)
-
-
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    """The HTTP response of an error."""
-    headers = dict(headers or {})
-    if error.retry_after_seconds is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
-    if isinstance(error, Unauthorized):
-        headers["www-authenticate"] = "Bearer"
-    return Response(encode_error(error), error.status, headers, "application/json")
 
 
 async def _api_error(_request: Request, error: Exception) -> Response:

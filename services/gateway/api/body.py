@@ -1,11 +1,12 @@
-"""Reading a JSON body within bounds; whatever is wrong with it becomes a 4xx that names it."""
+"""JSON in and out: bodies are read within bounds; whatever is wrong with one becomes a 4xx that names it."""
 
 import asyncio
 import re
 from typing import TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
+from starlette.responses import Response
 
 from services.gateway.api.errors import BadRequest, RequestTimeout, TooLarge, WrongContentType
 
@@ -70,8 +71,10 @@ def _named(text: str) -> BadRequest:
     return BadRequest(f"{path}: {what}" if path else what, param=path or None)
 
 
+def json_response(document: object, status: int = 200) -> Response:
+    """A document as it is answered."""
+    return Response(msgspec.json.encode(document), status_code=status, media_type="application/json")
+
+
 def _too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the body exceeds the limit of {max_bytes} bytes (--max-body-bytes)")
-
-
-__all__ = ["ClientDisconnect", "decode_json", "read_json"]

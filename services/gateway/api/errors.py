@@ -7,10 +7,12 @@ ApiError
  |- Overloaded (429), Failed (500), Unavailable (503), DeadlineOver (504)
 """
 
+import math
 from typing import ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from starlette.responses import Response
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -140,3 +142,13 @@ def encode_error(error: ApiError) -> bytes:
     """The JSON document of an error."""
     body = ErrorBody(error.message, error.type, error.param, error.code, error.epoch)
     return _encoder.encode(ErrorDocument(body))
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    """The HTTP response of an error."""
+    headers = dict(headers or {})
+    if error.retry_after_seconds is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
+    return Response(encode_error(error), error.status, headers, "application/json")

@@ -1,25 +1,19 @@
-"""What operators and clients ask beside generation: health, models, the mesh, tokens."""
+"""What operators ask: health, metrics, the mesh, the schema of this API."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from libs.telemetry.metrics import exposition
-from services.gateway.api.body import read_json
-from services.gateway.api.errors import BadRequest
-from services.gateway.api.openapi import openapi_document
-from services.gateway.generation.language import Language
-from services.gateway.generation.model_card import ServedModel
-from services.gateway.generation.parameters import check_token_ids, message_texts
-from services.gateway.generation.request_fields import DetokenizeRequest, TokenizeRequest
+from services.gateway.api.body import json_response
 
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/openapi.json"})
+"""Asked without a key: by load balancers, orchestrators, Prometheus."""
 
 
 @dataclass(frozen=True)
@@ -31,36 +25,45 @@ class Readiness:
 
 
 class OperationsApi:
-    """All endpoints that generate nothing."""
+    """Endpoints that concern no model."""
 
     def __init__(
         self,
-        served: ServedModel,
         registry: CollectorRegistry,
+        openapi: bytes,
         *,
         readiness: Callable[[], Readiness],
         mesh: Callable[[], dict[str, Any]],
-        max_body_bytes: int,
     ) -> None:
-        self._served, self._registry = served, registry
-        self._readiness, self._mesh, self._max_body_bytes = readiness, mesh, max_body_bytes
-        self._openapi = msgspec.json.encode(openapi_document())
+        self._registry, self._openapi = registry, openapi
+        self._readiness, self._mesh = readiness, mesh
+
+    def routes(self) -> list[Route]:
+        """Their paths."""
+        return [
+            Route("/v1/mesh", self.mesh),
+            Route("/live", self.live),
+            Route("/ready", self.ready),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/openapi.json", self.openapi),
+        ]
 
     async def live(self, _request: Request) -> Response:
         """The loop turns."""
-        return _json({"status": "live"})
+        return json_response({"status": "live"})
 
     async def ready(self, _request: Request) -> Response:
         """503 while no request could be served."""
         reasons = self._readiness().reasons
         status = {"status": "not ready" if reasons else "ready", "reasons": reasons}
-        return _json(status, 503 if reasons else 200)
+        return json_response(status, 503 if reasons else 200)
 
     async def health(self, _request: Request) -> Response:
         """As `ready`, with the instances."""
         now = self._readiness()
         status = {"status": "unhealthy" if now.reasons else "healthy", "reasons": now.reasons}
-        return _json({**status, "instances": now.instances}, 503 if now.reasons else 200)
+        return json_response({**status, "instances": now.instances}, 503 if now.reasons else 200)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus."""
@@ -73,44 +76,4 @@ class OperationsApi:
 
     async def mesh(self, _request: Request) -> Response:
         """Services, states, loads, rates."""
-        return _json(self._mesh())
-
-    async def models(self, _request: Request) -> Response:
-        """The names of the model."""
-        cards = [self._served.card(name) for name in self._served.names]
-        return _json({"object": "list", "data": cards})
-
-    async def model(self, request: Request) -> Response:
-        """One of them."""
-        name = request.path_params["model"]
-        self._served.check_name(name)
-        return _json(self._served.card(name))
-
-    async def tokenize(self, request: Request) -> Response:
-        """Tokens of a text or of a chat."""
-        asked = await read_json(request, _tokenize_decoder, max_bytes=self._max_body_bytes)
-        tokens = await _tokens(asked, self._served.language_of(asked.model))
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._served.max_model_len()})
-
-    async def detokenize(self, request: Request) -> Response:
-        """The text of tokens, special ones included."""
-        asked = await read_json(request, _detokenize_decoder, max_bytes=self._max_body_bytes)
-        language = self._served.language_of(asked.model)
-        check_token_ids(asked.tokens, language.vocab_size, "tokens")
-        return _json({"prompt": await language.decode(asked.tokens)})
-
-
-async def _tokens(asked: TokenizeRequest, language: Language) -> list[int]:
-    if (asked.prompt is None) == (asked.messages is None):
-        raise BadRequest("give either prompt or messages", param="prompt")
-    if asked.messages is not None:
-        return await language.encode_chat(
-            message_texts(asked.messages), add_generation_prompt=asked.add_generation_prompt is not False
-        )
-    return await language.encode_text(
-        asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False
-    )
-
-
-def _json(document: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(document), status_code=status, media_type="application/json")
+        return json_response(self._mesh())

@@ -1,22 +1,24 @@
-"""The way of a session over the bus: place, reserve, prefill, tokens; again elsewhere when something breaks.
+"""The way of a sequence over the bus: place, reserve, prefill, tokens; again elsewhere when something breaks.
 
-`Dispatch` awaits a bus that `service` gives it. What comes in by itself goes to `LiveSessions`.
+What comes in by itself goes to `LiveSequences`.
 """
 
 import asyncio
 import time
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import structlog
 
+from libs.bus.bus import Bus
 from libs.bus.errors import BusError, MessageTooLarge, NoResponders, NotConnected, RequestTimedOut
 from libs.bus.errors import Overloaded as BusOverloaded
 from libs.bus.message import Message, Request
 from libs.bus.messages.generation import Abort, Place, Placed, Prefill, Refused, Reserve, Unplace
 from libs.request.outcome import FailureReason, RefusalReason
-from services.gateway.generation.live_sessions import LiveSessions
+from services.gateway.api.errors import TooLarge
+from services.gateway.generation.live import LiveSequences, OnText
 from services.gateway.generation.readmission import (
     ROUTER,
     Again,
@@ -27,7 +29,7 @@ from services.gateway.generation.readmission import (
     Unreachable,
     next_step,
 )
-from services.gateway.generation.session import Attempt, Failed, Outcome, Session
+from services.gateway.generation.sequence import Attempt, Failed, Outcome, Sequence
 from services.gateway.metrics import GatewayMetrics
 
 Answer = TypeVar("Answer")
@@ -37,35 +39,14 @@ ABORTED = Failed(FailureReason.ABORTED, "nobody waits for it any more")
 log = structlog.get_logger()
 
 
-class AskingBus(Protocol):
-    """The two verbs of the bus that a dispatch needs."""
-
-    async def publish(self, message: Message, *, to: str = "") -> None:
-        """As in `libs.bus.bus.Bus`."""
-        ...
-
-    async def request(self, message: Request[Answer], *, to: str = "", timeout_seconds: float) -> Answer:
-        """As in `libs.bus.bus.Bus`."""
-        ...
-
-
-class TooLargeForBroker(Exception):
-    """The prompt's message exceeds what the broker takes; carries both sizes."""
-
-    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            f"the request becomes a message of {size_bytes} bytes; the broker's max_payload is {limit_bytes}"
-        )
-
-
 class Dispatch:
-    """One `run` per session; leaving it frees everything everywhere."""
+    """One `run` per sequence; leaving it frees everything everywhere."""
 
     def __init__(
         self,
-        bus: AskingBus,
+        bus: Bus,
         gateway: str,
-        live: LiveSessions,
+        live: LiveSequences,
         limits: Limits,
         metrics: GatewayMetrics,
         *,
@@ -75,81 +56,81 @@ class Dispatch:
         self._limits, self._metrics = limits, metrics
         self._reply_timeout_seconds = reply_timeout_seconds
 
-    async def run(self, session: Session) -> Outcome:
-        """Bring a session to its outcome. Cancelling it aborts the sequence everywhere.
+    async def run(self, sequence: Sequence, on_text: OnText) -> Outcome:
+        """Bring a sequence to its outcome, its text going to `on_text`. Cancelling it aborts it everywhere.
 
-        Raises TooLargeForBroker; all else is an outcome.
+        Raises TooLarge; all else is an outcome.
         """
         history = History()
-        self._live.enter(session)
+        self._live.enter(sequence, on_text)
         try:
-            async with asyncio.timeout(max(0.0, session.deadline_unix_seconds - time.time())):
-                while session.outcome is None:
-                    trouble = await self._attempt(session, history)
+            async with asyncio.timeout(max(0.0, sequence.request.deadline_unix_seconds - time.time())):
+                while sequence.outcome is None:
+                    trouble = await self._attempt(sequence, history)
                     if trouble is not None:
-                        await self._after(trouble, session, history)
+                        await self._after(trouble, sequence, history)
         except TimeoutError:
-            detail = f"not finished within its deadline, {len(session.output)} tokens were made"
-            session.end(Failed(FailureReason.DEADLINE, detail))
+            detail = f"not finished within its deadline, {len(sequence.output)} tokens were made"
+            sequence.end(Failed(FailureReason.DEADLINE, detail))
         finally:
-            session.end(ABORTED)
-            self._live.leave(session)
-        return session.outcome or ABORTED
+            sequence.end(ABORTED)
+            self._live.leave(sequence)
+        return sequence.outcome or ABORTED
 
     async def abort_strays(self) -> NoReturn:
-        """For ever: tell workers about sequences that nobody here waits for, in case an abort was lost."""
+        """For ever: abort sequences that nobody here waits for, in case an abort was lost."""
         while True:
             for request_id, worker in (await self._live.take_strays()).items():
-                await self._tell(Abort(request_id=request_id), to=worker)
+                await self._publish(Abort(request_id=request_id), to=worker)
 
-    async def _after(self, trouble: Trouble, session: Session, history: History) -> None:
+    async def _after(self, trouble: Trouble, sequence: Sequence, history: History) -> None:
         step = next_step(trouble, history, self._limits, time.monotonic())
         if not isinstance(step, Again):
-            session.end(step)
+            sequence.end(step)
             return
         cause = type(trouble).__name__.lower()
         self._metrics.readmissions.labels(cause).inc()
-        log.info("session_readmitted", session=session.name, cause=cause, trouble=str(trouble))
+        log.info("sequence_readmitted", sequence=sequence.name, cause=cause, trouble=str(trouble))
         if step.wait_seconds:
             await asyncio.sleep(step.wait_seconds)
 
-    async def _attempt(self, session: Session, history: History) -> Trouble | None:
-        """One placement up to its end. None: the session has its outcome."""
+    async def _attempt(self, sequence: Sequence, history: History) -> Trouble | None:
+        """One placement up to its end. None: the sequence has its outcome."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        attempt = session.begin_attempt(partial(_resolve, over))
-        self._live.attach(attempt, session)
+        attempt = sequence.begin_attempt(partial(_resolve, over))
+        self._live.attach(attempt, sequence)
         try:
-            trouble = await self._place(session, attempt, history, over)
-            if trouble is None and session.outcome is None:
+            trouble = await self._place(sequence, attempt, history, over)
+            if trouble is None and sequence.outcome is None:
                 await over
-            return None if session.outcome else trouble or attempt.interruption
+            return None if sequence.outcome else trouble or attempt.interruption
         finally:
             self._live.detach(attempt)
             attempt.is_over = True
             history.num_begun += attempt.is_begun
-            await self._release(session, attempt)
+            await self._release(sequence, attempt)
 
     async def _place(
-        self, session: Session, attempt: Attempt, history: History, over: "asyncio.Future[None]"
+        self, sequence: Sequence, attempt: Attempt, history: History, over: "asyncio.Future[None]"
     ) -> Trouble | None:
         """Up to the prompt lying with its worker. None: wait for `over`, which may have come already."""
         place = Place(
             request_id=attempt.request_id,
-            num_tokens=len(session.prompt) + len(session.output),
-            max_new_tokens=session.sampling.max_tokens - len(session.output),
-            deadline_unix_seconds=session.deadline_unix_seconds,
+            num_tokens=len(sequence.prompt) + len(sequence.output),
+            max_new_tokens=sequence.sampling.max_tokens - len(sequence.output),
+            deadline_unix_seconds=sequence.request.deadline_unix_seconds,
             exclude=history.exclude,
-            model=session.model,
-            names=session.names,
-            session=session.conversation,
-            traceparent=session.traceparent,
+            model=sequence.request.model,
+            names=sequence.block_hashes,
+            session=sequence.request.conversation,
+            traceparent=sequence.request.traceparent,
         )
-        queue_seconds = max(0.1, session.deadline_unix_seconds - time.time() + 1.0)
+        queue_seconds = max(0.1, sequence.request.deadline_unix_seconds - time.time() + 1.0)
         placed = await self._ask(place, over, who=ROUTER, timeout_seconds=queue_seconds)
         if not isinstance(placed, Placed):
             return placed
         attempt.prefill, attempt.decode = placed.prefill, placed.decode
-        generation = session.generation(attempt, self._gateway)
+        generation = sequence.generation(attempt, self._gateway)
         reserved = await self._ask(
             Reserve(generation=generation, prefill=placed.prefill), over, who=placed.decode
         )
@@ -186,7 +167,10 @@ class Dispatch:
                 return None
             answer = asking.result()
         except MessageTooLarge as error:
-            raise TooLargeForBroker(error.size_bytes, error.limit_bytes) from error
+            raise TooLarge(
+                f"the request becomes a message of {error.size_bytes} bytes; the broker's max_payload is "
+                f"{error.limit_bytes}"
+            ) from error
         except NotConnected as error:
             return Unreachable(ROUTER, f"the message broker is away: {error}")
         except BusOverloaded as error:
@@ -199,17 +183,17 @@ class Dispatch:
             await _settle(asking)
         return RefusedBy(who, answer) if isinstance(answer, Refused) else answer
 
-    async def _release(self, session: Session, attempt: Attempt) -> None:
+    async def _release(self, sequence: Sequence, attempt: Attempt) -> None:
         """Tell everybody who may still hold something. What gets lost here is freed by leases."""
         if attempt.is_ended_by_worker and attempt.interruption is None:
             return
         if attempt.decode:  # also after a failure, which the prefill worker alone may know of
-            await self._tell(Abort(request_id=attempt.request_id), to=attempt.decode)
+            await self._publish(Abort(request_id=attempt.request_id), to=attempt.decode)
         if attempt.prefill:
-            await self._tell(Abort(request_id=attempt.request_id), to=attempt.prefill)
-        await self._tell(Unplace(request_id=attempt.request_id))
+            await self._publish(Abort(request_id=attempt.request_id), to=attempt.prefill)
+        await self._publish(Unplace(request_id=attempt.request_id))
 
-    async def _tell(self, message: Message, to: str = "") -> None:
+    async def _publish(self, message: Message, to: str = "") -> None:
         try:
             await self._bus.publish(message, to=to)
         except BusError as error:

@@ -1,10 +1,10 @@
-"""How a sequence that did not finish is told to the client. Pure."""
+"""The error that a client sees for a sequence that did not finish. Pure."""
 
 from libs.bus.messages.generation import Refused
 from libs.request.outcome import FailureReason, RefusalReason
 from services.gateway.api.errors import ApiError, ContextTooLong, DeadlineOver, Overloaded, Unavailable
 from services.gateway.api.errors import Failed as InternalFailure
-from services.gateway.generation.session import Failed
+from services.gateway.generation.sequence import Failed
 
 
 def error_of(outcome: Refused | Failed) -> ApiError:

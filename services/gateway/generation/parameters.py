@@ -6,13 +6,14 @@ import msgspec
 
 from libs.request.sampling import SamplingParams
 from services.gateway.api.errors import BadRequest, ContextTooLong
-from services.gateway.generation.request_fields import (
+from services.gateway.generation.fields import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationFields,
     Unsupported,
 )
+from services.gateway.generation.model import check_token_id
 
 DEFAULT_COMPLETION_TOKENS = 16
 NUM_SEEDS = 2**63
@@ -112,10 +113,24 @@ def stop_strings(fields: GenerationFields) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
+def requested_tokens(fields: ChatRequest | CompletionRequest) -> int | None:
+    """How many tokens the client asks for."""
+    if isinstance(fields, ChatRequest):
+        return fields.max_completion_tokens or fields.max_tokens
+    return fields.max_tokens
+
+
+def num_logprobs(fields: ChatRequest | CompletionRequest) -> int | None:
+    """How many alternatives are given for each token; None: no log-probabilities at all."""
+    if isinstance(fields, ChatRequest):
+        return (fields.top_logprobs or 0) if fields.logprobs else None
+    return fields.logprobs
+
+
 def num_new_tokens(
-    wanted: int | None, default: int | None, *, num_prompt_tokens: int, max_model_len: int, param: str
+    requested: int | None, default: int | None, *, num_prompt_tokens: int, max_model_len: int, param: str
 ) -> int:
-    """How many tokens may be made: what is wanted, at most what is left of the context.
+    """How many tokens may be made: what is requested, at most what is left of the context.
 
     Raises ContextTooLong where the prompt leaves no room, BadRequest where the number could never be reached.
     """
@@ -126,18 +141,18 @@ def num_new_tokens(
             f"{num_prompt_tokens} and leaves no room for an answer",
             param=param,
         )
-    if wanted is not None and wanted > max_model_len:
+    if requested is not None and requested > max_model_len:
         raise BadRequest(
-            f"max_tokens is {wanted}, more than this model's context of {max_model_len} tokens",
+            f"max_tokens is {requested}, more than this model's context of {max_model_len} tokens",
             param="max_tokens",
         )
-    return min(wanted or default or num_left, num_left)
+    return min(requested or default or num_left, num_left)
 
 
 def sampling_params(
     fields: GenerationFields,
     *,
-    wanted_tokens: int | None,
+    requested_tokens: int | None,
     max_tokens: int,
     seed: int,
     logprobs: int | None,
@@ -145,11 +160,11 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters of one sequence. `seed` is its own, `max_tokens` fits the context."""
     min_tokens = fields.min_tokens or 0
-    if min_tokens > (wanted_tokens or max_tokens):
+    if min_tokens > (requested_tokens or max_tokens):
         raise BadRequest(f"min_tokens is {min_tokens}, more than max_tokens", param="min_tokens")
     stop_token_ids = tuple(fields.stop_token_ids or ())
     for token_id in stop_token_ids:
-        _check_token_id(token_id, vocab_size, "stop_token_ids")
+        check_token_id(token_id, vocab_size, "stop_token_ids")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min(min_tokens, max_tokens),
@@ -168,24 +183,12 @@ def sampling_params(
     )
 
 
-def check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
-    """Raise BadRequest for the first id that the model does not know."""
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        for token_id in token_ids:
-            _check_token_id(token_id, vocab_size, param)
-
-
-def _check_token_id(token_id: int, vocab_size: int, param: str) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise BadRequest(f"token id {token_id} is outside the vocabulary of {vocab_size} tokens", param=param)
-
-
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise BadRequest(f"{key!r} is not a token id", param="logit_bias")
-        _check_token_id(int(key), vocab_size, "logit_bias")
+        check_token_id(int(key), vocab_size, "logit_bias")
         if int(key) in biases:
             raise BadRequest(f"token id {int(key)} is given twice", param="logit_bias")
         biases[int(key)] = bias

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from libs.bus.messages.generation import Refused
 from libs.request.outcome import RETRYABLE, RefusalReason
-from services.gateway.generation.session import Failed, Interruption, Outcome
+from services.gateway.generation.sequence import Failed, Interruption, Outcome
 
 ROUTER = ""
 """Stands for the router where a worker's incarnation would stand."""
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(slots=True)
 class History:
-    """What one session went through. `lost` are gone for good, `busy` may be chosen again later."""
+    """What one sequence went through. `lost` are gone for good, `busy` may be chosen again later."""
 
     num_begun: int = 0
     num_refusals: int = 0
@@ -69,7 +69,7 @@ class Again:
 
 
 def next_step(trouble: Trouble, history: History, limits: Limits, now: float) -> Again | Outcome:
-    """Judge the trouble and note it in `history`. Every session ends: each branch counts against a limit."""
+    """Judge the trouble and note it in `history`. Every sequence ends: each branch counts against a limit."""
     match trouble:
         case Interruption():
             return _after_interruption(trouble, history, limits, now)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.api.together import ClientGone, until_gone
+from services.gateway.api.serving import ClientGone, until_gone
 from services.gateway.mesh.mesh_feed import MeshFeed
 from services.gateway.metrics import GatewayMetrics
 

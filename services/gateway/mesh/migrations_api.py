@@ -18,7 +18,7 @@ from libs.mesh.migrations import planned
 from libs.mesh.workers import find_worker, names_of
 from libs.placement.phases import is_over, new_move_id
 from libs.placement.placement import Placement
-from services.gateway.api.admin import MIGRATIONS_PATH
+from services.gateway.api.auth import MIGRATIONS_PATH
 from services.gateway.api.body import read_json
 from services.gateway.api.errors import BadRequest, Conflict, NotFound
 from services.gateway.mesh.coordinator import ask_coordinator

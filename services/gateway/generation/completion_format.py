@@ -5,9 +5,9 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from libs.request.outcome import FinishReason
-from services.gateway.generation.answer import Choice, TokenBytes, Usage, chosen_logprob, top_tokens
-from services.gateway.generation.sequence_text import Piece, ShownToken
+from libs.model.tokenizer import Tokenizer
+from services.gateway.generation.response import Choice, Usage, chosen_logprob, top_tokens
+from services.gateway.generation.text import ShownToken, TextDelta
 
 _encode = msgspec.json.Encoder().encode
 
@@ -41,12 +41,12 @@ class Completion(msgspec.Struct, frozen=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionWording:
-    """Words the answer to one completion request. `echoes` are the prompts' texts by choice, or empty."""
+class CompletionFormat:
+    """Writes the answer to one completion request. `echoes` are the prompts' texts by choice, or empty."""
 
     def __init__(
         self,
-        tokens: TokenBytes,
+        tokenizer: Tokenizer,
         *,
         answer_id: str,
         created: int,
@@ -55,21 +55,19 @@ class CompletionWording:
         with_usage: bool,
         echoes: tuple[str, ...] = (),
     ) -> None:
-        self._tokens, self._num_top_logprobs, self._echoes = tokens, num_top_logprobs, echoes
+        self._tokenizer, self._num_top_logprobs, self._echoes = tokenizer, num_top_logprobs, echoes
         self._id, self._created, self._model = answer_id, created, model
         self._usage = None if with_usage else UNSET
 
-    def chunks(
-        self, choice: int, piece: Piece, finish: FinishReason | None, *, is_first: bool
-    ) -> list[bytes]:
+    def chunks(self, choice: int, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         """One chunk; the first carries the echo, the last the reason of the end."""
-        text = self._echo(choice) + piece.text if is_first else piece.text
-        if not (text or piece.tokens or finish):
+        text = self._echo(choice) + delta.text if is_first else delta.text
+        if not (text or delta.tokens or delta.finish):
             return []
-        told = CompletionChoice(
-            choice, text, self._logprobs(piece.tokens), finish.value if finish is not None else None
+        written = CompletionChoice(
+            choice, text, self._logprobs(delta.tokens), delta.finish.value if delta.finish else None
         )
-        return [self._document([told], self._usage)]
+        return [self._document([written], self._usage)]
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """No choices, only the usage."""
@@ -77,7 +75,7 @@ class CompletionWording:
 
     def whole(self, choices: list[Choice], usage: Usage) -> bytes:
         """The whole document."""
-        told = [
+        written = [
             CompletionChoice(
                 choice.index,
                 self._echo(choice.index) + "".join(choice.text),
@@ -86,7 +84,7 @@ class CompletionWording:
             )
             for choice in choices
         ]
-        return self._document(told, usage)
+        return self._document(written, usage)
 
     def _echo(self, choice: int) -> str:
         return self._echoes[choice] if self._echoes else ""
@@ -105,4 +103,6 @@ class CompletionWording:
         )
 
     def _tops(self, tokens: list[ShownToken]) -> list[dict[str, float]]:
-        return [{text: logprob for text, logprob, _ in top_tokens(token, self._tokens)} for token in tokens]
+        return [
+            {text: logprob for text, logprob, _ in top_tokens(token, self._tokenizer)} for token in tokens
+        ]

@@ -1,9 +1,13 @@
-"""The model's language: tokenizer, chat template, context length. Long texts go to a thread."""
+"""The model that is served: its names, and its codec: tokenizer, chat template, context length.
+
+Long texts go to a thread.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from libs.model.chat_template import ChatTemplate, load_chat_template
 from libs.model.errors import TemplateError
@@ -12,8 +16,8 @@ from libs.model.gguf_file import GgufFile, with_header
 from libs.model.hf_config import read_hf_config
 from libs.model.source import find_model
 from libs.model.tokenizer import Detokenizer, Tokenizer, load_tokenizer
-from services.gateway.api.errors import BadRequest, ContextTooLong
-from services.gateway.generation.parameters import check_token_ids
+from services.gateway.api.errors import BadRequest, ContextTooLong, NotFound, Unavailable
+from services.gateway.generation.block_hashes import BlockLayout
 
 T = TypeVar("T")
 
@@ -22,8 +26,8 @@ MAX_CHARS_ON_LOOP = 8192
 
 
 @dataclass(frozen=True)
-class Language:
-    """What the gateway knows of the model. Threads may share it."""
+class TextCodec:
+    """From texts and chats to token ids and back. Threads may share it."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -98,12 +102,12 @@ def prompts_of(prompt: str | list[str | int | list[int]]) -> list[str | list[int
     return [token_ids] if token_ids else [item for item in prompt if not isinstance(item, int)]
 
 
-def load_language(model: str) -> Language:
+def load_codec(model: str) -> TextCodec:
     """Blocks for a moment; raises `libs.model.errors.ModelError`."""
     files = with_header(find_model(model))
     config = gguf_config(files) if isinstance(files, GgufFile) else read_hf_config(files)
     tokenizer = load_tokenizer(files)
-    return Language(
+    return TextCodec(
         tokenizer=tokenizer,
         template=load_chat_template(files),
         vocab_size=min(tokenizer.vocab_size, config.vocab_size),
@@ -114,3 +118,81 @@ def load_language(model: str) -> Language:
 async def off_loop(work: Callable[[], T], *, num_chars: int) -> T:
     """Run short work here, long work in a thread."""
     return work() if num_chars <= MAX_CHARS_ON_LOOP else await asyncio.to_thread(work)
+
+
+def check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    """Raise BadRequest for the first id that the model does not know."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        for token_id in token_ids:
+            check_token_id(token_id, vocab_size, param)
+
+
+def check_token_id(token_id: int, vocab_size: int, param: str) -> None:
+    """Raise BadRequest for an id that the model does not know."""
+    if not 0 <= token_id < vocab_size:
+        raise BadRequest(f"token id {token_id} is outside the vocabulary of {vocab_size} tokens", param=param)
+
+
+class ServedModel:
+    """What requests ask about the model. `worker_len` tells the shortest context of the workers, if known."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        max_model_len: int,
+        created: int,
+        *,
+        worker_len: Callable[[], int | None],
+        place_model: Callable[[], str],
+        layout: Callable[[], BlockLayout | None],
+    ) -> None:
+        self.names = names
+        self._max_model_len, self._created, self._worker_len = max_model_len, created, worker_len
+        self.place_model = place_model
+        """What the router chooses instances by; empty: any."""
+        self.layout = layout
+        """How its workers name blocks; None while none is ready."""
+        self.codec: TextCodec | None = None
+
+    def codec_of(self, name: str | None) -> TextCodec:
+        """The codec of the model called `name` (None: of the only one).
+
+        Raises NotFound for another name, Unavailable until it is loaded.
+        """
+        if name is not None:
+            self.check_name(name)
+        if self.codec is None:
+            raise Unavailable("the tokenizer is still loading", code="starting", retry_after_seconds=1)
+        return self.codec
+
+    def check_name(self, name: str) -> None:
+        """Raise NotFound unless the model goes by this name."""
+        if name not in self.names:
+            raise NotFound(
+                f"the model {name!r} does not exist; served is {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def max_model_len(self) -> int:
+        """The longest prompt and answer together, in tokens: the least of setting, model and workers."""
+        limits = [self._max_model_len or None, self._worker_len()]
+        if self.codec is not None:
+            limits.append(self.codec.max_position_embeddings)
+        return min(limit for limit in [*limits, 2**31] if limit is not None)
+
+    def card(self, name: str) -> dict[str, Any]:
+        """The entry of /v1/models."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvmesh",
+            "max_model_len": self.max_model_len(),
+        }
+
+
+def default_name(model: str) -> str:
+    """The name that clients use: the model as it was given, but of a path only its last part."""
+    path = Path(model).expanduser()
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model

@@ -1,4 +1,4 @@
-"""What an answer consists of, whichever endpoint words it."""
+"""What an answer consists of, whichever endpoint writes it."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,10 +6,11 @@ from typing import Protocol
 
 import msgspec
 
+from libs.model.tokenizer import Tokenizer
 from libs.request.outcome import FinishReason
-from services.gateway.generation.sequence_text import Piece, ShownToken
+from services.gateway.generation.text import ShownToken, TextDelta
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
 
@@ -37,19 +38,17 @@ class Choice:
     tokens: list[ShownToken] = field(default_factory=list)
     finish: FinishReason | None = None
 
-    def add(self, piece: Piece, finish: FinishReason | None) -> None:
+    def add(self, delta: TextDelta) -> None:
         """Append what one delta brought."""
-        self.text.append(piece.text)
-        self.tokens += piece.tokens
-        self.finish = finish or self.finish
+        self.text.append(delta.text)
+        self.tokens += delta.tokens
+        self.finish = delta.finish or self.finish
 
 
-class Wording(Protocol):
+class ResponseFormat(Protocol):
     """The documents of one endpoint. Chunks are JSON documents, without the framing of a stream."""
 
-    def chunks(
-        self, choice: int, piece: Piece, finish: FinishReason | None, *, is_first: bool
-    ) -> list[bytes]:
+    def chunks(self, choice: int, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         """What one delta of a choice becomes."""
         ...
 
@@ -62,17 +61,9 @@ class Wording(Protocol):
         ...
 
 
-class TokenBytes(Protocol):
-    """The part of a tokenizer that wordings need."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; they need not be whole characters."""
-        ...
-
-
 def finite(logprob: float) -> float:
     """A log-probability that JSON can say."""
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+    return logprob if math.isfinite(logprob) else MIN_LOGPROB
 
 
 def chosen_logprob(token: ShownToken) -> float:
@@ -99,13 +90,13 @@ def shown_bytes(token: ShownToken, raw: bytes) -> bytes:
     return token.text.encode()
 
 
-def top_tokens(token: ShownToken, tokens: TokenBytes) -> list[tuple[str, float, bytes]]:
+def top_tokens(token: ShownToken, tokenizer: Tokenizer) -> list[tuple[str, float, bytes]]:
     """The most likely tokens at its position: text, log-probability, bytes. Itself reads as it is shown."""
     if token.logprobs is None:
         return []
     top: list[tuple[str, float, bytes]] = []
     for token_id, logprob in zip(token.logprobs.top_token_ids, token.logprobs.top_logprobs, strict=False):
-        raw = tokens.token_bytes(token_id)
+        raw = tokenizer.token_bytes(token_id)
         if token_id == token.token_id:
             top.append((token.text, finite(logprob), shown_bytes(token, raw)))
         else:

@@ -8,11 +8,11 @@ import pytest
 
 from libs.request.outcome import FinishReason
 from libs.request.sampling import TokenLogprobs
-from services.gateway.api.openapi import openapi_document
-from services.gateway.generation.answer import Choice, PromptTokensDetails, Usage
-from services.gateway.generation.chat_answer import ChatWording
-from services.gateway.generation.completion_answer import CompletionWording
-from services.gateway.generation.sequence_text import Piece, ShownToken
+from services.gateway.generation.chat_format import ChatFormat
+from services.gateway.generation.completion_format import CompletionFormat
+from services.gateway.generation.response import Choice, PromptTokensDetails, Usage
+from services.gateway.generation.text import ShownToken, TextDelta
+from services.gateway.openapi import openapi_document
 
 USAGE = Usage(3, 2, 5, PromptTokensDetails(1))
 
@@ -24,14 +24,14 @@ class Letters:
         return b"<end>" if token_id == 300 else bytes([token_id])
 
 
-def chat(*, with_logprobs: bool = False, with_usage: bool = False) -> ChatWording:
-    return ChatWording(
+def chat(*, with_logprobs: bool = False, with_usage: bool = False) -> ChatFormat:
+    return ChatFormat(
         Letters(), answer_id="i", created=1, model="m", with_logprobs=with_logprobs, with_usage=with_usage
     )
 
 
-def completion(num_top_logprobs: int | None = None, echoes: tuple[str, ...] = ()) -> CompletionWording:
-    return CompletionWording(
+def completion(num_top_logprobs: int | None = None, echoes: tuple[str, ...] = ()) -> CompletionFormat:
+    return CompletionFormat(
         Letters(),
         answer_id="i",
         created=1,
@@ -47,7 +47,7 @@ def decode(chunks: list[bytes]) -> list[Any]:
 
 
 def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
-    role, content, end = decode(chat().chunks(1, Piece("hi"), FinishReason.STOP, is_first=True))
+    role, content, end = decode(chat().chunks(1, TextDelta("hi", finish=FinishReason.STOP), is_first=True))
     assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert content["choices"][0] == {
         "index": 1,
@@ -61,16 +61,16 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
 
 
 def test_with_usage_each_chunk_says_null_and_the_last_has_no_choices() -> None:
-    wording = chat(with_usage=True)
-    assert decode(wording.chunks(0, Piece("x"), None, is_first=False))[0]["usage"] is None
-    last = msgspec.json.decode(wording.usage_chunk(USAGE))
+    form = chat(with_usage=True)
+    assert decode(form.chunks(0, TextDelta("x"), is_first=False))[0]["usage"] is None
+    last = msgspec.json.decode(form.usage_chunk(USAGE))
     assert last["choices"] == []
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
 def test_a_piece_without_text_makes_no_chunk() -> None:
-    assert chat().chunks(0, Piece(), None, is_first=False) == []
-    assert completion().chunks(0, Piece(), None, is_first=False) == []
+    assert chat().chunks(0, TextDelta(), is_first=False) == []
+    assert completion().chunks(0, TextDelta(), is_first=False) == []
 
 
 def test_chat_logprobs_tell_text_bytes_and_alternatives() -> None:
@@ -79,7 +79,7 @@ def test_chat_logprobs_tell_text_bytes_and_alternatives() -> None:
         ShownToken(0xA9, "é", 0, TokenLogprobs(-0.25)),
         ShownToken(300, "", 1, TokenLogprobs(-1.0, (300,), (-1.0,)), is_cut=True),
     ]
-    chunk = decode(chat(with_logprobs=True).chunks(0, Piece("é", tokens), None, is_first=False))[0]
+    chunk = decode(chat(with_logprobs=True).chunks(0, TextDelta("é", tokens), is_first=False))[0]
     first, second, end = chunk["choices"][0]["logprobs"]["content"]
     assert bytes(first["bytes"] + second["bytes"]).decode() == "é"
     assert [top["token"] for top in first["top_logprobs"]] == ["", "a"]
@@ -93,7 +93,9 @@ def test_completion_logprobs_are_lists_of_one_length(asked: int, has_top: bool) 
         ShownToken(97, "a", 0, TokenLogprobs(-0.5, (97, 98), (-0.5, -1.5))),
         ShownToken(99, "c", 1, TokenLogprobs(-0.1, (99, 97), (-0.1, -2.0))),
     ]
-    chunk = decode(completion(asked).chunks(0, Piece("ac", tokens), FinishReason.LENGTH, is_first=True))[0]
+    chunk = decode(completion(asked).chunks(0, TextDelta("ac", tokens, FinishReason.LENGTH), is_first=True))[
+        0
+    ]
     logprobs = chunk["choices"][0]["logprobs"]
     assert (logprobs["tokens"], logprobs["token_logprobs"], logprobs["text_offset"]) == (
         ["a", "c"],
@@ -105,10 +107,10 @@ def test_completion_logprobs_are_lists_of_one_length(asked: int, has_top: bool) 
 
 
 def test_an_echo_comes_once_in_front() -> None:
-    wording = completion(echoes=("p", "q"))
-    assert decode(wording.chunks(1, Piece("x"), None, is_first=True))[0]["choices"][0]["text"] == "qx"
-    assert decode(wording.chunks(1, Piece("y"), None, is_first=False))[0]["choices"][0]["text"] == "y"
-    whole = msgspec.json.decode(wording.whole([Choice(0, ["x", "y"], [], FinishReason.STOP)], USAGE))
+    form = completion(echoes=("p", "q"))
+    assert decode(form.chunks(1, TextDelta("x"), is_first=True))[0]["choices"][0]["text"] == "qx"
+    assert decode(form.chunks(1, TextDelta("y"), is_first=False))[0]["choices"][0]["text"] == "y"
+    whole = msgspec.json.decode(form.whole([Choice(0, ["x", "y"], [], FinishReason.STOP)], USAGE))
     assert whole["choices"][0]["text"] == "pxy"
 
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from services.gateway.api.errors import Failed, Overloaded, Unavailable
-from services.gateway.api.gate import Gate
-from services.gateway.generation.outbox import Outbox
+from services.gateway.api.serving import ConcurrencyLimit
+from services.gateway.generation.stream import Outbox
 
 
 async def test_what_waits_is_taken_together() -> None:
@@ -57,31 +57,31 @@ async def test_a_reader_waits_for_the_next_piece() -> None:
     assert await reading == b"x"
 
 
-async def test_the_gate_refuses_beyond_its_limit_and_opens_again() -> None:
-    gate = Gate(1)
-    with gate:
-        with pytest.raises(Overloaded) as refused, gate:
+async def test_the_limit_refuses_beyond_its_limit_and_opens_again() -> None:
+    limit = ConcurrencyLimit(1)
+    with limit:
+        with pytest.raises(Overloaded) as refused, limit:
             pass
         assert refused.value.retry_after_seconds
-        assert gate.num_inside == 1
-    with gate:
-        assert gate.num_inside == 1
+        assert limit.num_inside == 1
+    with limit:
+        assert limit.num_inside == 1
 
 
-async def test_a_closed_gate_lets_nobody_in_and_tells_when_all_are_out() -> None:
-    gate = Gate(2)
-    with gate:
-        gate.close()
-        waiting = asyncio.create_task(gate.wait_empty())
-        with pytest.raises(Unavailable), gate:
+async def test_a_closed_limit_lets_nobody_in_and_tells_when_all_are_out() -> None:
+    limit = ConcurrencyLimit(2)
+    with limit:
+        limit.close()
+        waiting = asyncio.create_task(limit.wait_empty())
+        with pytest.raises(Unavailable), limit:
             pass
         await asyncio.sleep(0)
         assert not waiting.done()
     await waiting
 
 
-async def test_errors_inside_leave_the_gate() -> None:
-    gate = Gate(1)
-    with pytest.raises(ZeroDivisionError), gate:
+async def test_errors_inside_leave_the_limit() -> None:
+    limit = ConcurrencyLimit(1)
+    with pytest.raises(ZeroDivisionError), limit:
         raise ZeroDivisionError
-    assert gate.num_inside == 0
+    assert limit.num_inside == 0

@@ -1,6 +1,6 @@
 """One sequence from its admission to its one terminal outcome, over all attempts. Pure: time is passed in.
 
-A session has at most one live attempt. An attempt is over when the sequence ended or when something
+A sequence has at most one live attempt. An attempt is over when the sequence ended or when something
 interrupted it; `Attempt.on_over` tells. What an attempt that is over still sends matches nothing.
 """
 
@@ -11,7 +11,9 @@ from libs.bus.messages.generation import Refused, TokenDelta
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.outcome import FailureReason, FinishReason
 from libs.request.sampling import SamplingParams
-from services.gateway.generation.sequence_text import Piece, SequenceText
+from services.gateway.generation.response import ResponseFormat
+from services.gateway.generation.text import SequenceText, TextDelta
+from services.gateway.metrics import Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,31 @@ class Interruption:
     suspect: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One HTTP request, read and checked: what all its sequences share, and how it is answered."""
+
+    answer_id: str
+    arrived_seconds: float
+    """By the monotonic clock."""
+    deadline_unix_seconds: float
+    format: ResponseFormat
+    num_choices: int = 1
+    """Sequences of each prompt."""
+    is_stream: bool = False
+    with_usage: bool = False
+    model: str = ""
+    """What the router chooses instances by; empty: any."""
+    tenant: str = ""
+    cache_salt: str = ""
+    conversation: str = ""
+    """What stickiness goes by; empty: nothing."""
+    traceparent: str = ""
+
+
 @dataclass(slots=True)
 class Attempt:
-    """One placement of one session and who was told about it."""
+    """One placement of one sequence and who was told about it."""
 
     request_id: str
     on_over: Callable[[], None]
@@ -60,7 +84,7 @@ class Attempt:
     last_heard_seconds: float = 0.0
     num_idle_reports: int = 0
     """Load reports since then that said that its worker has nothing to do."""
-    told_ended_seconds: float | None = None
+    reported_ended_seconds: float | None = None
     """When a load report first said, since then, that it has ended."""
 
     def depends_on(self, incarnation: str) -> bool:
@@ -69,43 +93,27 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Times:
-    """Monotonic seconds of what a session went through; the prefill's start is by the worker's clock."""
+class Sequence:
+    """One choice of one prompt of a request."""
 
-    arrived: float
-    first_token: float | None = None
-    last_token: float | None = None
-    prefill_started_unix: float = 0.0
-
-
-Deliver = Callable[["Session", Piece, FinishReason | None], None]
-
-
-@dataclass(slots=True)
-class Session:
-    """One sequence. `deliver` gets what each delta adds to the answer, in order, and the end."""
-
-    name: str
+    request: GenerationRequest
     choice: int
     prompt: list[int]
     sampling: SamplingParams
     text: SequenceText
-    deliver: Deliver
-    deadline_unix_seconds: float
     times: Times
-    model: str = ""
-    cache_salt: str = ""
-    tenant: str = ""
-    names: bytes = b""
+    block_hashes: bytes = b""
     """Of the prompt's full blocks, as the workers form them; empty where that is not known."""
-    conversation: str = ""
-    """What stickiness goes by; empty: nothing."""
-    traceparent: str = ""
     output: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_attempts: int = 0
     attempt: Attempt | None = None
     outcome: Outcome | None = None
+
+    @property
+    def name(self) -> str:
+        """The answer's id and the number of the choice."""
+        return f"{self.request.answer_id}-{self.choice}"
 
     def begin_attempt(self, on_over: Callable[[], None]) -> Attempt:
         """A new attempt under a new id; the one before must be over."""
@@ -121,40 +129,37 @@ class Session:
             num_prompt_tokens=len(self.prompt),
             sampling=self.sampling,
             gateway=gateway,
-            deadline_unix_seconds=self.deadline_unix_seconds,
-            cache_salt=self.cache_salt,
-            traceparent=self.traceparent,
-            tenant=self.tenant,
+            deadline_unix_seconds=self.request.deadline_unix_seconds,
+            cache_salt=self.request.cache_salt,
+            traceparent=self.request.traceparent,
+            tenant=self.request.tenant,
         )
 
-    def accept(self, delta: TokenDelta, now: float, sender: str = "") -> int:
-        """Take a delta of the live attempt; return how many new tokens it brought. A gap interrupts.
+    def accept(self, delta: TokenDelta, now: float, sender: str = "") -> TextDelta | None:
+        """Take a delta of the live attempt; return what it adds to the answer, if anything. A gap interrupts.
 
         `sender` is the worker whose frame it came in, where that is known.
         """
         attempt = self.attempt
         if attempt is None or attempt.is_over:
-            return 0
-        attempt.last_heard_seconds, attempt.num_idle_reports, attempt.told_ended_seconds = now, 0, None
+            return None
+        attempt.last_heard_seconds, attempt.num_idle_reports, attempt.reported_ended_seconds = now, 0, None
         attempt.is_begun = True
         attempt.is_ended_by_worker = delta.finish is not None or delta.failure is not None
         if delta.failure is not None:
-            suspect = "" if attempt.has_tokens else attempt.prefill
-            if sender and sender == attempt.prefill and delta.failure is FailureReason.PEER_LOST:
-                # A prefill worker speaks for itself only where no Link leads to the decode worker.
-                suspect = attempt.decode
-            self.interrupt(Interruption(delta.failure, delta.detail, suspect=suspect))
-            return 0
+            self.interrupt(
+                Interruption(delta.failure, delta.detail, suspect=_suspect(attempt, delta, sender))
+            )
+            return None
         expected = len(self.output)
         if delta.index > expected:
             detail = f"tokens {expected} to {delta.index - 1} of {attempt.request_id} never arrived"
             self.interrupt(Interruption(FailureReason.PEER_LOST, detail))
-            return 0
-        num_new = self._take_tokens(attempt, delta, skip=expected - delta.index)
-        if num_new:
+            return None
+        self._take_tokens(delta, skip=expected - delta.index)
+        if len(self.output) > expected:
             self._note_tokens(attempt, delta, now)
-        self._deliver(self._finish_of(delta))
-        return num_new
+        return self._text_delta(delta)
 
     def interrupt(self, interruption: Interruption) -> None:
         """The live attempt cannot go on; the sequence may, elsewhere."""
@@ -170,8 +175,7 @@ class Session:
         self._end_attempt()
         return True
 
-    def _take_tokens(self, attempt: Attempt, delta: TokenDelta, skip: int) -> int:
-        num_new = 0
+    def _take_tokens(self, delta: TokenDelta, skip: int) -> None:
         for position in range(skip, len(delta.token_ids)):
             is_last = position == len(delta.token_ids) - 1
             token_id = delta.token_ids[position]
@@ -179,10 +183,8 @@ class Session:
             self.output.append(token_id)
             # The token that ended the sequence (end of text, a stop id) is counted and not shown.
             self.text.push(token_id, logprobs, hidden=is_last and delta.finish is FinishReason.STOP)
-            num_new += 1
             if self.text.stopped:
                 break
-        return num_new
 
     def _note_tokens(self, attempt: Attempt, delta: TokenDelta, now: float) -> None:
         attempt.has_tokens = True
@@ -192,24 +194,27 @@ class Session:
             self.num_cached_tokens = min(delta.num_cached_tokens, len(self.prompt))
         self.times.last_token = now
 
-    def _finish_of(self, delta: TokenDelta) -> FinishReason | None:
-        if self.text.stopped:
-            return FinishReason.STOP
-        if delta.finish is not None:
-            return delta.finish
-        return FinishReason.LENGTH if len(self.output) >= self.sampling.max_tokens else None
-
-    def _deliver(self, finish: FinishReason | None) -> None:
+    def _text_delta(self, delta: TokenDelta) -> TextDelta | None:
+        finish = FinishReason.STOP if self.text.stopped else delta.finish
+        if finish is None and len(self.output) >= self.sampling.max_tokens:
+            finish = FinishReason.LENGTH
         if finish is not None:
             self.text.finish()
             finish = FinishReason.STOP if self.text.stopped else finish
-        piece = self.text.take()
-        if finish is not None:
             self.end(Finished(finish))
-        if piece or finish is not None:
-            self.deliver(self, piece, finish)
+        added = self.text.take()
+        added.finish = finish
+        return added if added.text or added.tokens or finish is not None else None
 
     def _end_attempt(self) -> None:
         if self.attempt is not None and not self.attempt.is_over:
             self.attempt.is_over = True
             self.attempt.on_over()
+
+
+def _suspect(attempt: Attempt, delta: TokenDelta, sender: str) -> str:
+    """The worker that may be at fault for a failure; empty where none can be named."""
+    if sender and sender == attempt.prefill and delta.failure is FailureReason.PEER_LOST:
+        # A prefill worker speaks for itself only where no Link leads to the decode worker.
+        return attempt.decode
+    return "" if attempt.has_tokens else attempt.prefill

@@ -5,16 +5,15 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from libs.request.outcome import FinishReason
-from services.gateway.generation.answer import (
+from libs.model.tokenizer import Tokenizer
+from services.gateway.generation.response import (
     Choice,
-    TokenBytes,
     Usage,
     chosen_logprob,
     shown_bytes,
     top_tokens,
 )
-from services.gateway.generation.sequence_text import Piece, ShownToken
+from services.gateway.generation.text import ShownToken, TextDelta
 
 _encode = msgspec.json.Encoder().encode
 
@@ -97,12 +96,12 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage
 
 
-class ChatWording:
-    """Words the answer to one chat request."""
+class ChatFormat:
+    """Writes the answer to one chat request."""
 
     def __init__(
         self,
-        tokens: TokenBytes,
+        tokenizer: Tokenizer,
         *,
         answer_id: str,
         created: int,
@@ -110,22 +109,20 @@ class ChatWording:
         with_logprobs: bool,
         with_usage: bool,
     ) -> None:
-        self._tokens, self._with_logprobs = tokens, with_logprobs
+        self._tokenizer, self._with_logprobs = tokenizer, with_logprobs
         self._id, self._created, self._model = answer_id, created, model
         self._usage = None if with_usage else UNSET
 
-    def chunks(
-        self, choice: int, piece: Piece, finish: FinishReason | None, *, is_first: bool
-    ) -> list[bytes]:
+    def chunks(self, choice: int, delta: TextDelta, *, is_first: bool) -> list[bytes]:
         """The role first, then content, then the reason of the end with an empty delta."""
         chunks: list[bytes] = []
         if is_first:
             chunks.append(self._chunk(ChunkChoice(choice, Delta(role="assistant", content=""))))
-        if piece:
-            logprobs = self._logprobs(piece.tokens)
-            chunks.append(self._chunk(ChunkChoice(choice, Delta(content=piece.text), logprobs)))
-        if finish is not None:
-            chunks.append(self._chunk(ChunkChoice(choice, Delta(), finish_reason=finish.value)))
+        if delta.text or delta.tokens:
+            logprobs = self._logprobs(delta.tokens)
+            chunks.append(self._chunk(ChunkChoice(choice, Delta(content=delta.text), logprobs)))
+        if delta.finish is not None:
+            chunks.append(self._chunk(ChunkChoice(choice, Delta(), finish_reason=delta.finish.value)))
         return chunks
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -134,7 +131,7 @@ class ChatWording:
 
     def whole(self, choices: list[Choice], usage: Usage) -> bytes:
         """The whole document."""
-        told = [
+        written = [
             ChatChoice(
                 choice.index,
                 ChatAnswerMessage("assistant", "".join(choice.text)),
@@ -143,7 +140,9 @@ class ChatWording:
             )
             for choice in choices
         ]
-        return _encode(ChatCompletion(self._id, "chat.completion", self._created, self._model, told, usage))
+        return _encode(
+            ChatCompletion(self._id, "chat.completion", self._created, self._model, written, usage)
+        )
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
         chunk = ChatChunk(
@@ -155,6 +154,8 @@ class ChatWording:
         return ChatLogprobs([self._logprob(token) for token in tokens]) if self._with_logprobs else None
 
     def _logprob(self, token: ShownToken) -> TokenLogprob:
-        shown = shown_bytes(token, self._tokens.token_bytes(token.token_id))
-        top = [TopLogprob(text, logprob, list(raw)) for text, logprob, raw in top_tokens(token, self._tokens)]
+        shown = shown_bytes(token, self._tokenizer.token_bytes(token.token_id))
+        top = [
+            TopLogprob(text, logprob, list(raw)) for text, logprob, raw in top_tokens(token, self._tokenizer)
+        ]
         return TokenLogprob(token.text, chosen_logprob(token), list(shown), top)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.api.tenants import NOBODY, Tenants, salt_of, session_of, tenant_of
+from services.gateway.api.auth import ANONYMOUS, Tenants, salt_of, session_of, tenant_of
 
 TEXT = st.text(max_size=20)
 
@@ -30,12 +30,12 @@ def test_two_requests_share_a_salt_if_key_and_request_salt_are_both_equal(
 def test_no_request_without_a_key_can_name_the_salt_of_a_tenant(key: str, salt: str) -> None:
     theirs = salt_of(tenant_of(key), salt)
     for guess in (theirs, tenant_of(key).secret, tenant_of(key).name, key, salt):
-        assert salt_of(NOBODY, guess) != theirs
+        assert salt_of(ANONYMOUS, guess) != theirs
 
 
 def test_without_key_and_salt_all_share() -> None:
-    assert salt_of(NOBODY, "") == ""
-    assert salt_of(NOBODY, "a") == salt_of(NOBODY, "a") != salt_of(NOBODY, "b")
+    assert salt_of(ANONYMOUS, "") == ""
+    assert salt_of(ANONYMOUS, "a") == salt_of(ANONYMOUS, "a") != salt_of(ANONYMOUS, "b")
 
 
 @given(st.text("abcdefgh", min_size=8, max_size=30))
@@ -51,11 +51,11 @@ def test_nothing_that_travels_holds_the_key_or_leads_from_one_to_the_other(key: 
 
 def test_salts_are_the_same_after_a_restart_so_that_blocks_on_disk_are_found() -> None:
     assert salt_of(tenant_of("sk-known"), "") == "86b34ff31321998ace5cba49c9aacdc5"
-    assert salt_of(NOBODY, "s") == "0fc9f641ee5413cfc20b3fe249d392e6"
+    assert salt_of(ANONYMOUS, "s") == "0fc9f641ee5413cfc20b3fe249d392e6"
 
 
 def test_a_conversation_is_apart_from_other_tenants_and_of_one_length() -> None:
     one, two = tenant_of("one"), tenant_of("two")
     assert session_of(one, "chat") == session_of(one, "chat") != session_of(two, "chat")
-    assert session_of(NOBODY, "") == session_of(one, "") == ""
-    assert len(session_of(NOBODY, "x" * 100_000)) == len(session_of(NOBODY, "é"))
+    assert session_of(ANONYMOUS, "") == session_of(one, "") == ""
+    assert len(session_of(ANONYMOUS, "x" * 100_000)) == len(session_of(ANONYMOUS, "é"))

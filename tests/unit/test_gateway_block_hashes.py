@@ -6,8 +6,8 @@ import pytest
 
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.kv.names import block_names
-from services.gateway.generation import prompt_names as module
-from services.gateway.generation.prompt_names import BlockLayout, layout_of, parse_layout, prompt_names
+from services.gateway.generation import block_hashes as module
+from services.gateway.generation.block_hashes import BlockLayout, layout_of, parse_layout, prompt_hashes
 
 
 def worker(
@@ -66,13 +66,13 @@ async def test_names_are_those_of_the_workers_here_and_in_a_thread(
 ) -> None:
     monkeypatch.setattr(module, "MAX_TOKENS_ON_LOOP", most_on_loop)
     token_ids = list(range(100))
-    joined = await prompt_names(BlockLayout("f", 16), token_ids, "salt")
+    joined = await prompt_hashes(BlockLayout("f", 16), token_ids, "salt")
     assert joined == b"".join(block_names(token_ids, 16, "f", "salt"))
     assert len(joined) == 6 * 16
 
 
 async def test_nothing_is_named_where_no_layout_is_known() -> None:
-    assert await prompt_names(None, list(range(100)), "") == b""
+    assert await prompt_hashes(None, list(range(100)), "") == b""
 
 
 async def test_others_get_their_turn_between_the_prompts_of_one_request() -> None:
@@ -80,7 +80,7 @@ async def test_others_get_their_turn_between_the_prompts_of_one_request() -> Non
 
     async def name_all() -> None:
         for _ in range(3):
-            await prompt_names(BlockLayout("f", 16), list(range(100)), "")
+            await prompt_hashes(BlockLayout("f", 16), list(range(100)), "")
             turns.append("named")
 
     async def others() -> None:

@@ -7,10 +7,10 @@ from libs.bus.messages.generation import TokenDelta, TokenFrame
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
 from libs.cost.load import WorkerLoad
 from libs.request.sampling import SamplingParams
-from services.gateway.generation.live_sessions import LiveSessions
-from services.gateway.generation.sequence_text import SequenceText
-from services.gateway.generation.session import Attempt, Session, Times
-from services.gateway.metrics import GatewayMetrics
+from services.gateway.generation.live import LiveSequences
+from services.gateway.generation.sequence import Attempt, GenerationRequest, Sequence
+from services.gateway.generation.text import SequenceText
+from services.gateway.metrics import GatewayMetrics, Times
 
 
 class Letters:
@@ -21,25 +21,33 @@ class Letters:
         return ""
 
 
-def new_live() -> LiveSessions:
-    return LiveSessions(GatewayMetrics(CollectorRegistry()))
+class Clock:
+    """Shows what a test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
-def enter(live: LiveSessions, name: str, *, prefill: str = "", decode: str = "") -> Attempt:
-    session = Session(
-        name=name,
+def new_live(clock: Clock | None = None) -> LiveSequences:
+    return LiveSequences(GatewayMetrics(CollectorRegistry()), clock or Clock())
+
+
+def enter(live: LiveSequences, name: str, *, prefill: str = "", decode: str = "") -> Attempt:
+    sequence = Sequence(
+        request=GenerationRequest(answer_id=name, arrived_seconds=0, deadline_unix_seconds=0, format=None),
         choice=0,
         prompt=[1],
         sampling=SamplingParams(),
         text=SequenceText(Letters()),
-        deliver=lambda *_: None,
-        deadline_unix_seconds=0,
         times=Times(arrived=0),
     )
-    live.enter(session)
-    attempt = session.begin_attempt(lambda: None)
+    live.enter(sequence, lambda *_: None)
+    attempt = sequence.begin_attempt(lambda: None)
     attempt.prefill, attempt.decode = prefill, decode
-    live.attach(attempt, session)
+    live.attach(attempt, sequence)
     return attempt
 
 
@@ -84,7 +92,7 @@ def test_a_worker_takes_with_it_what_depends_on_it() -> None:
 def test_a_prefill_worker_is_not_needed_after_the_first_token() -> None:
     live = new_live()
     attempt = enter(live, "a", prefill="p", decode="d")
-    live.on_frame(TokenFrame(worker="d", deltas=[TokenDelta(attempt.request_id, 0, (65,))]), 1.0)
+    live.on_frame(TokenFrame(worker="d", deltas=[TokenDelta(attempt.request_id, 0, (65,))]))
     live.on_departed(gone(ServiceKind.PREFILL_WORKER, "p"), num_routers_left=1)
     assert attempt.interruption is None
 
@@ -95,24 +103,31 @@ def ended(worker: str, *request_ids: str) -> LoadReport:
 
 
 def test_what_its_worker_has_ended_for_two_reports_is_replayed_and_nothing_else() -> None:
-    live = new_live()
+    clock = Clock()
+    live = new_live(clock)
     lost, other, elsewhere = (enter(live, name, prefill="p", decode="d") for name in "abc")
     elsewhere.decode = "e"
-    for at in (1.0, 1.02, 1.15):
-        live.on_load(ended("d", lost.request_id, elsewhere.request_id, "unknown"), at)
+    for clock.seconds in (1.0, 1.02, 1.15):
+        live.on_load(ended("d", lost.request_id, elsewhere.request_id, "unknown"))
         assert lost.interruption is None
-    live.on_load(ended("d", lost.request_id, elsewhere.request_id, "unknown"), 1.25)
+    clock.seconds = 1.25
+    live.on_load(ended("d", lost.request_id, elsewhere.request_id, "unknown"))
     assert lost.interruption is not None
     assert lost.interruption.lost == lost.interruption.suspect == ""
     assert other.interruption is elsewhere.interruption is None
 
 
 def test_tokens_that_come_later_than_the_report_of_their_end_are_taken() -> None:
-    live = new_live()
+    clock = Clock()
+    live = new_live(clock)
     late = enter(live, "a", prefill="p", decode="d")
-    live.on_load(ended("d", late.request_id), 1.0)
-    live.on_frame(TokenFrame(worker="d", deltas=[TokenDelta(late.request_id, 0, (65,))]), 1.2)
-    live.on_load(ended("d", late.request_id), 1.3)
+    clock.seconds = 1.0
+    live.on_load(ended("d", late.request_id))
+    clock.seconds = 1.2
+    live.on_frame(TokenFrame(worker="d", deltas=[TokenDelta(late.request_id, 0, (65,))]))
+    clock.seconds = 1.3
+    live.on_load(ended("d", late.request_id))
     assert late.interruption is None
-    live.on_load(ended("d", late.request_id), 1.55)
+    clock.seconds = 1.55
+    live.on_load(ended("d", late.request_id))
     assert late.interruption is not None

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 
 from services.gateway.api.errors import ErrorDocument
-from services.gateway.generation.chat_answer import ChatCompletion
-from services.gateway.generation.completion_answer import Completion
-from services.gateway.generation.request_fields import (
+from services.gateway.generation.chat_format import ChatCompletion
+from services.gateway.generation.completion_format import Completion
+from services.gateway.generation.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
