@@ -1,5 +1,6 @@
 """Layers read again from the files that a model was loaded from."""
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -10,7 +11,6 @@ from libs.model.checkpoint import Checkpoint
 from libs.model.config import ModelConfig
 from libs.model.errors import BrokenModel, SourceChanged
 from libs.model.fingerprint import fingerprint
-from libs.model.freed_memory import give_back_freed_memory
 from libs.model.gguf_checkpoint import GgufCheckpoint
 from libs.model.gguf_file import GgufFile, with_header
 from libs.model.layer import Layer
@@ -28,8 +28,10 @@ def open_checkpoint(source: Path | GgufFile, config: ModelConfig) -> Checkpoint:
 
 
 class LayerFiles:
-    """A `LayerSource` over a GGUF file or a Hugging Face directory, opened anew for each reading: nothing of
-    the files stays open or mapped between."""
+    """A GGUF file or a Hugging Face directory, opened anew for each reading.
+
+    Nothing of the files stays open or mapped between.
+    """
 
     def __init__(
         self, source: Path, config: ModelConfig, name: str, *, dtype: torch.dtype, device: torch.device
@@ -41,8 +43,14 @@ class LayerFiles:
         self._device = device
 
     def read_layers(self, layers: range) -> dict[int, Layer]:
-        """See `LayerSource`. The fingerprint is taken before and after, so layers of files that are replaced
-        meanwhile are refused too. Headers, whose vocabulary takes as long as some layers, are read once."""
+        """These layers, bit for bit as they were first read; for any thread.
+
+        The fingerprint is taken before and after, so layers of files that are replaced meanwhile are refused
+        too. Headers, whose vocabulary takes as long as some layers, are read once.
+
+        Raises:
+            SourceChanged: what is there now would give other weights, or nothing is.
+        """
         try:
             checkpoint = self._opened()
             self._check(checkpoint)
@@ -69,3 +77,17 @@ class LayerFiles:
                 f"{self._source} holds other weights than those loaded from it (fingerprint {name}, was "
                 f"{self._fingerprint}); put the old files back, or restart with the new ones"
             )
+
+
+def give_back_freed_memory() -> bool:
+    """Returns what malloc keeps for reuse after weights were dropped; whether this machine's libc can.
+
+    glibc keeps freed blocks of some MB in its heap, so without this a process that gave layers away stays as
+    large as before. It takes a few milliseconds, in which other threads may wait for memory: call it in a
+    thread of its own.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return False
+    trim(ctypes.c_size_t(0))
+    return True

@@ -8,11 +8,10 @@ from libs.model.assemble import OnProgress, assemble
 from libs.model.config import within_sliding_window
 from libs.model.errors import UnsupportedModel
 from libs.model.fingerprint import fingerprint
-from libs.model.freed_memory import give_back_freed_memory
 from libs.model.gguf_config import gguf_config
 from libs.model.gguf_file import GgufFile, with_header
 from libs.model.hf_config import read_hf_config
-from libs.model.layer_files import LayerFiles, open_checkpoint
+from libs.model.layer_files import LayerFiles, give_back_freed_memory, open_checkpoint
 from libs.model.model import Model
 from libs.model.source import find_model
 
@@ -48,4 +47,4 @@ def load_model(
     name = fingerprint(config, checkpoint.spans, str(dtype).removeprefix("torch."))
     files = LayerFiles(source, config, name, dtype=dtype, device=torch.device(device))
     give_back_freed_memory()  # what packing needed
-    return Model(config, weights, fingerprint=name, layer_source=files)
+    return Model(config, weights, fingerprint=name, read_layers=files.read_layers)

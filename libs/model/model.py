@@ -4,7 +4,7 @@ All activations are ragged, `[num_tokens, ...]`: tokens of many sequences in one
 dimension.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,6 @@ from kernels.rotary.choose import rotate_
 from libs.model.config import ModelConfig
 from libs.model.errors import LayerAway, SourceChanged, WrongLayers
 from libs.model.layer import Layer
-from libs.model.layer_source import LayerSource
 from libs.model.rotary import Rotary, inverse_frequencies
 
 __all__ = ["Layer", "Model", "Weights"]
@@ -37,7 +36,8 @@ class Model:
 
     Not one piece changes the model, so threads may share it. `fingerprint` is equal on two machines exactly
     when config, weights and dtype are. Layers can leave and come back: that makes other models, which share
-    all other weights and the fingerprint. `layer_source` None: layers that left cannot be read again.
+    all other weights and the fingerprint. `read_layers` reads layers that left
+    again, bit for bit as they were, for any thread, or raises SourceChanged; None: that cannot be done.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Model:
         weights: Weights,
         *,
         fingerprint: str,
-        layer_source: LayerSource | None = None,
+        read_layers: Callable[[range], dict[int, Layer]] | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
         self.fingerprint = fingerprint
-        self._layer_source = layer_source
+        self._read_layers = read_layers
         self._inverse_frequencies = inverse_frequencies(config).to(self.device)
 
     @property
@@ -111,13 +111,13 @@ class Model:
         """
         if layers and not 0 <= min(layers) <= max(layers) < self.config.num_layers:
             raise WrongLayers(f"{layers} are not layers of the model, which has {self.config.num_layers}")
-        if self._layer_source is None:
+        if self._read_layers is None:
             raise SourceChanged("this model was made in memory; there is nothing to read its layers from")
-        return self._layer_source.read_layers(layers)
+        return self._read_layers(layers)
 
     def _with(self, layers: Mapping[int, Layer]) -> "Model":
         weights = replace(self.weights, layers=layers)
-        return Model(self.config, weights, fingerprint=self.fingerprint, layer_source=self._layer_source)
+        return Model(self.config, weights, fingerprint=self.fingerprint, read_layers=self._read_layers)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Hidden states `[T, d]` of int64 token ids `[T]`."""

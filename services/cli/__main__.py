@@ -4,10 +4,13 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from types import FrameType
 
 from libs.config.reader import ending_with_its_reader
 from services.cli.admin_key import find_admin_key
@@ -15,7 +18,6 @@ from services.cli.arguments import BadCommand, check_alone, move_asked, new_pars
 from services.cli.chat import answer_once, converse, opening
 from services.cli.explain import show_explanation
 from services.cli.gateway import ChatRequest, Gateway, GatewayError
-from services.cli.interruption import exit_code_of, terminable
 from services.cli.migrate import show_moves, start_move
 from services.cli.placement import show_placement
 from services.cli.status import show_status
@@ -99,6 +101,35 @@ def _read_line(prompt: str) -> str:
     with suppress(ImportError):  # where it exists, importing it gives `input` history and editing keys
         importlib.import_module("readline")
     return input(prompt)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+def exit_code_of(interrupt: KeyboardInterrupt) -> int:
+    """128 and the number of the signal, as shells have it."""
+    return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
+
+
+@contextmanager
+def terminable() -> Generator[None]:
+    """Within it SIGTERM ends a command as Ctrl-C does: it says what goes on without it.
+
+    Signals are the main thread's: elsewhere nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _raise_terminated(_number: int, _frame: FrameType | None) -> None:
+    raise Terminated
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from typing import Any, TextIO
 
 from rich.text import Text
 
-from services.cli.console import ReadConsole
+from services.cli.console import ReadConsole, size_words
 from services.cli.gateway import Gateway, GatewayError
-from services.cli.placement import size_words
 
 _LOOK_SECONDS = 0.2
 _PHASES = ("planned", "reserving", "copying", "catching_up", "switching", "releasing", "rolling_back")

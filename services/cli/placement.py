@@ -10,13 +10,12 @@ from typing import Any, TextIO
 from rich.padding import Padding
 from rich.text import Text
 
-from services.cli.console import ReadConsole
+from services.cli.console import ReadConsole, size_words
 
 PIPE_WIDTH = 100
 """Columns where nobody's screen sets a limit."""
 _RULER_STEP = 10
 _LABEL_WIDTH = 12
-_GIB, _MIB = 1 << 30, 1 << 20
 _LETTERS = ascii_uppercase + ascii_lowercase
 _COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_cyan", "bright_yellow")
 
@@ -61,11 +60,6 @@ def show_placement(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
     for instance in instances:
         console.print()
         _show_instance(console, instance, letters)
-
-
-def size_words(num_bytes: int) -> str:
-    """In GiB or MiB."""
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.1f} MiB"
 
 
 def _workers_of(instance: dict[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import cache
 
 import torch
+from random_model import random_model
 
 from kernels.paged_attention.contract import AttentionBatch
 from kernels.paged_attention.reference import ReferenceAttention
@@ -17,7 +18,6 @@ from libs.engine.outputs import LayerOutput, SequenceFailed, StepOutput, TokenOu
 from libs.engine.settings import EngineSettings
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
-from libs.model.random_model import random_model
 from libs.placement.placement import Placement
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams

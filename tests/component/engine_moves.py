@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+from random_model import random_model
 
 from libs.engine.core import EngineCore
 from libs.engine.hosting.calls import HostedCall
@@ -15,7 +16,6 @@ from libs.engine.outputs import StepOutput, Switched
 from libs.engine.settings import EngineSettings
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
-from libs.model.random_model import random_model
 from libs.placement.module import Module, ModuleKind
 from libs.placement.placement import Placed
 from libs.request.generation import Generation, pack_token_ids

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 import torch
 from kept_hosting import Kept
+from random_model import random_model
 from workers_reference import CONFIG
 
-from libs.model.random_model import random_model
 from libs.placement.module import whole_layers
 from libs.transport.choose import make_transport
 from libs.transport.memory_transport import MemoryNetwork

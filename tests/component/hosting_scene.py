@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from random_model import random_model
 
 from kernels.paged_attention.choose import choose_paged_attention
 from kernels.paged_attention.contract import AttentionBatch
@@ -17,7 +18,6 @@ from libs.engine.hosting.port import Answer
 from libs.engine.memory.pool import BlockLayout, Pool
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
-from libs.model.random_model import random_model
 
 torch.set_num_threads(1)  # tiny products: threads would only wait for each other
 CPU = torch.device("cpu")

@@ -19,11 +19,11 @@ from engine_harness import (
 from engine_harness import generation as asking
 from hypothesis import given
 from hypothesis import strategies as st
+from random_model import random_model
 
 from libs.engine.outputs import LayerOutput, TokenOutput
 from libs.kv.names import block_names
 from libs.model.model import Model
-from libs.model.random_model import random_model
 from libs.request.outcome import FailureReason
 
 NUM_LAYERS = 4

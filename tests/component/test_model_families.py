@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from dense_reference import DenseCache, forward, prompt_logits
+from random_model import random_model
 
 from libs.model.errors import BrokenModel, UnsupportedModel
 from libs.model.load import load_model
-from libs.model.random_model import random_model
-from libs.model.reference import DenseCache, forward, prompt_logits
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,

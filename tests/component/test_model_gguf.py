@@ -7,7 +7,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from dense_reference import prompt_logits
 from gguf_names import GGUF_NAMES
+from random_model import tensor_shapes
 
 from libs.model.assemble import assemble
 from libs.model.checkpoint import TensorSpan
@@ -18,8 +20,6 @@ from libs.model.gguf_config import gguf_config
 from libs.model.gguf_file import read_gguf
 from libs.model.load import load_model
 from libs.model.model import Model
-from libs.model.random_model import tensor_shapes
-from libs.model.reference import prompt_logits
 from libs.model.rotary import inverse_frequencies
 
 CONFIG = ModelConfig(

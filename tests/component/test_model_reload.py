@@ -12,7 +12,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from dense_reference import prompt_logits
 from gguf_names import GGUF_NAMES
+from random_model import tensor_shapes
 from safetensors.torch import load_file, save_file
 
 from libs.model import layer_files
@@ -21,8 +23,6 @@ from libs.model.errors import SourceChanged
 from libs.model.layer_weights import layer_tensors
 from libs.model.load import find_model, load_model
 from libs.model.model import Model
-from libs.model.random_model import tensor_shapes
-from libs.model.reference import prompt_logits
 
 CONFIG = ModelConfig(
     architecture=Architecture.QWEN3,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from random_model import tensor_shapes
 from safetensors.torch import load_file, save_file
 
 from libs.model.config import Architecture, ModelConfig
 from libs.model.errors import BrokenModel, UnsupportedModel
 from libs.model.load import load_model
-from libs.model.random_model import tensor_shapes
 
 CONFIG = ModelConfig(
     architecture=Architecture.LLAMA,

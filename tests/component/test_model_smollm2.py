@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from dense_reference import greedy_tokens, prompt_logits
 
 from libs.model.chat_template import load_chat_template
 from libs.model.load import find_model, load_model
 from libs.model.model import Model
-from libs.model.reference import greedy_tokens, prompt_logits
 from libs.model.tokenizer import Tokenizer, load_tokenizer
 
 PATH = find_model("smollm2-135m-instruct")

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Sequence
 
 import torch
+from random_model import random_model
 
 from libs.engine.engine import Engine, EngineSettings
 from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
-from libs.model.random_model import random_model
 from libs.request.generation import Generation
 
 BLOCK_SIZE = 4

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from random_model import _RandomCheckpoint
 
 from libs.engine.core import EngineCore
 from libs.engine.hosting.memory_host import synchronous_host
@@ -11,7 +12,6 @@ from libs.engine.settings import EngineSettings
 from libs.model.assemble import assemble
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
-from libs.model.random_model import _RandomCheckpoint
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from libs.placement.placement import Placed
 from libs.request.generation import Generation, pack_token_ids

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from random_model import random_model
 
 from libs.config.load import load_settings
 from libs.model.config import Architecture, ModelConfig
-from libs.model.random_model import random_model
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import (
     block_shape_of,

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from dense_reference import prompt_logits
+from random_model import random_model
 
 from libs.model.config import Architecture, ModelConfig
 from libs.model.errors import LayerAway, SourceChanged, WrongLayers
-from libs.model.freed_memory import give_back_freed_memory
 from libs.model.layer import Layer, layer_bytes
+from libs.model.layer_files import give_back_freed_memory
 from libs.model.layer_weights import layer_of, layer_tensor_shapes, layer_tensors, layer_weight_bytes
 from libs.model.model import Model
-from libs.model.random_model import random_model
-from libs.model.reference import prompt_logits
 
 LLAMA = ModelConfig(
     architecture=Architecture.LLAMA,

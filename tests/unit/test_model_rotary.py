@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
+from random_model import random_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from libs.model.config import Architecture, FrequencyRope, LinearRope, Llama3Rope, ModelConfig, RopeScaling
-from libs.model.random_model import random_model
 from libs.model.rotary import inverse_frequencies
 
 

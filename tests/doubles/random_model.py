@@ -62,7 +62,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class _RandomLayers:
-    """A `LayerSource` that draws everything before a layer again: it takes as long as making the model."""
+    """Draws everything before a layer again: it takes as long as making the model."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
         self._config = config
@@ -86,4 +86,4 @@ def random_model(config: ModelConfig, seed: int, dtype: torch.dtype) -> Model:
     digest = config_digest(config, str(dtype).removeprefix("torch."))
     digest.update(f"random {seed}".encode())
     source = _RandomLayers(config, seed, dtype)
-    return Model(config, weights, fingerprint=digest.hexdigest(length=16), layer_source=source)
+    return Model(config, weights, fingerprint=digest.hexdigest(length=16), read_layers=source.read_layers)
