@@ -84,7 +84,7 @@ async def _load(options: argparse.Namespace) -> int:
         await client.close()
     targets = Targets(options.target_ttft, options.target_tpot, options.target_e2e)
     figures = report(drive.records, end_seconds=clock(), targets=targets, warmup_seconds=options.warmup)
-    told = {
+    document = {
         "name": options.name,
         "started_at": started_at.isoformat(timespec="seconds"),
         "was_stopped": was_stopped,
@@ -92,7 +92,7 @@ async def _load(options: argparse.Namespace) -> int:
         "most_in_flight": drive.most_in_flight,
         **figures,
     }
-    _write(told, drive, options)
+    _write(document, drive, options)
     return 130 if was_stopped else 0 if figures["requests"]["succeeded"] else 1
 
 
@@ -124,8 +124,8 @@ async def _drive(drive: Drive, arrivals: Iterable[Arrival], clock: Stopwatch) ->
     return stopped.is_set()
 
 
-def _write(told: dict[str, Any], drive: Drive, options: argparse.Namespace) -> None:
-    text = json.dumps(told, indent=2)
+def _write(document: dict[str, Any], drive: Drive, options: argparse.Namespace) -> None:
+    text = json.dumps(document, indent=2)
     to_stdout = options.output is not None and str(options.output) == "-"
     if options.output is not None and not to_stdout:
         options.output.write_text(text + "\n")
@@ -136,17 +136,19 @@ def _write(told: dict[str, Any], drive: Drive, options: argparse.Namespace) -> N
         print(text)
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    for line in summary_lines(told):
+    for line in summary_lines(document):
         console.print(line)
-    console.print(latency_table(told))
+    console.print(latency_table(document))
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """The flags, without keys."""
-    told = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    told["api_key"] = len(options.api_key)
-    told["rate"] = str(options.rate) if options.rate == float("inf") else options.rate
-    return told
+    document = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
+    }
+    document["api_key"] = len(options.api_key)
+    document["rate"] = str(options.rate) if options.rate == float("inf") else options.rate
+    return document
 
 
 def _compare(paths: Sequence[Path]) -> int:
@@ -156,10 +158,10 @@ def _compare(paths: Sequence[Path]) -> int:
     reports: list[tuple[str, dict[str, Any]]] = []
     for path in paths:
         try:
-            told = json.loads(path.read_text())
+            document = json.loads(path.read_text())
         except ValueError as error:
             raise OSError(f"{path} is no report: {error}") from error
-        reports.append((told.get("name") or path.stem, told))
+        reports.append((document.get("name") or path.stem, document))
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(comparison_table(reports))
     return 0
 

@@ -32,7 +32,7 @@ class Arrival:
 
 def arrivals_of(times: Iterable[float], conversations: Iterable[Conversation]) -> Iterator[Arrival]:
     """One conversation at each time, until either ends."""
-    return (Arrival(at, told) for at, told in zip(times, conversations, strict=False))
+    return (Arrival(at, talk) for at, talk in zip(times, conversations, strict=False))
 
 
 def within(

@@ -124,11 +124,11 @@ def _report_flags(group: Any) -> None:
     group.add_argument("--name", default="", help="what the report is called in comparisons")
 
 
-def _number(text: str, least: float, *, is_open: bool) -> float:
+def _number(text: str, minimum: float, *, is_open: bool) -> float:
     number = float(text)
-    if not (number > least if is_open else number >= least):
+    if not (number > minimum if is_open else number >= minimum):
         raise argparse.ArgumentTypeError(
-            f"must be {'more than' if is_open else 'at least'} {least:g}, not {text}"
+            f"must be {'more than' if is_open else 'at least'} {minimum:g}, not {text}"
         )
     return number
 

@@ -30,7 +30,7 @@ class Targets:
         """Whether the answer came whole and in time."""
         first_seconds = record.first_token_seconds
         pairs = (
-            # An answer without text is told by its end.
+            # An answer without text counts from its end.
             (record.total_seconds if first_seconds is None else first_seconds, self.first_token_seconds),
             (record.seconds_per_output_token, self.output_token_seconds),
             (record.total_seconds, self.total_seconds),
@@ -89,14 +89,14 @@ def _requests(counted: Sequence[Record], good: Sequence[Record]) -> dict[str, An
 
 
 def _tokens(good: Sequence[Record]) -> dict[str, Any]:
-    told = [r for r in good if r.num_prompt_tokens is not None]
-    telling_cached = [r for r in told if r.num_cached_tokens is not None]
-    num_cached = sum(r.num_cached_tokens or 0 for r in telling_cached)
+    counted = [r for r in good if r.num_prompt_tokens is not None]
+    with_cached = [r for r in counted if r.num_cached_tokens is not None]
+    num_cached = sum(r.num_cached_tokens or 0 for r in with_cached)
     return {
-        "prompt": sum(r.num_prompt_tokens or 0 for r in told) if told else None,
+        "prompt": sum(r.num_prompt_tokens or 0 for r in counted) if counted else None,
         "output": sum(r.num_output_tokens for r in good),
-        "cached": num_cached if telling_cached else None,
-        "cached_share": _share(num_cached, sum(r.num_prompt_tokens or 0 for r in telling_cached)),
+        "cached": num_cached if with_cached else None,
+        "cached_share": _share(num_cached, sum(r.num_prompt_tokens or 0 for r in with_cached)),
     }
 
 

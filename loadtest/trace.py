@@ -89,7 +89,7 @@ def _scaled(num_tokens: int, scale: float, limit: int | None) -> int:
 
 
 def _mooncake(path: Path, lines: Iterable[str]) -> list[TracedRequest]:
-    """A store's line is a lookup unless its `kind` says else; how long an answer was is told by its puts."""
+    """A store's line is a lookup unless its `kind` says else; its puts say how long an answer was."""
     requests: dict[str, TracedRequest] = {}
     num_output: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):

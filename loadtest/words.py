@@ -1,4 +1,4 @@
-"""Text of a wanted length in tokens, the same for the same name.
+"""Text of a requested length in tokens, the same for the same name.
 
 The words are such that most tokenizers make one token of a space and one of them; the server's own count of a
 prompt's tokens is in the report.

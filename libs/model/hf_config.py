@@ -90,9 +90,9 @@ def _architecture(raw: Json) -> Architecture:
     for name in names:
         if name in _ARCHITECTURES:
             return _ARCHITECTURES[name]
-    wanted = ", ".join(names) or f"model_type {raw.get('model_type')!r}"
+    given = ", ".join(names) or f"model_type {raw.get('model_type')!r}"
     raise UnsupportedModel(
-        f"architecture {wanted} is not supported; supported are {', '.join(_ARCHITECTURES)}"
+        f"architecture {given} is not supported; supported are {', '.join(_ARCHITECTURES)}"
     )
 
 
@@ -176,14 +176,14 @@ def read_eos_token_ids(directory: Path) -> tuple[int, ...]:
     """
     generation = read_if_there(directory / "generation_config.json")
     tokenizer = read_if_there(directory / "tokenizer_config.json")
-    told = [generation.get("eos_token_id"), read_if_there(directory / "config.json").get("eos_token_id")]
+    listed = [generation.get("eos_token_id"), read_if_there(directory / "config.json").get("eos_token_id")]
     eos = tokenizer.get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     added: dict[str, Json] = tokenizer.get("added_tokens_decoder") or {}
-    told.extend(
+    listed.extend(
         int(number) for number, token in added.items() if eos is not None and token.get("content") == eos
     )
     ids: dict[int, None] = {}
-    for value in told:
+    for value in listed:
         ids.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
     return tuple(ids)

@@ -22,8 +22,8 @@ def find_admin_key(given: str, url: str, environ: Mapping[str, str]) -> str:
 
 def _state_dir(environ: Mapping[str, str]) -> Path:
     """As `kvmesh up` chooses it."""
-    if told := environ.get("KVMESH_STATE_DIR"):
-        return Path(told).expanduser()
+    if folder := environ.get("KVMESH_STATE_DIR"):
+        return Path(folder).expanduser()
     return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvmesh"
 
 

@@ -16,15 +16,17 @@ _FIGURE = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?![\w-]|\.\d)")
 """Not the number in a name, as in decode-0, nor of layers, as in 20-29."""
 
 
-def show_explanation(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
+def show_explanation(document: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
     """Write what GET /v1/mesh/explain said; for people the newest round comes last."""
     if as_json:
-        out.write(json.dumps(told, ensure_ascii=False) + "\n")
+        out.write(json.dumps(document, ensure_ascii=False) + "\n")
         return
     console = ReadConsole(file=out, highlight=False, markup=False, width=_WIDTH)
-    mode = "it moves modules by itself" if told["is_automatic"] else "it only watches, modules move by hand"
-    console.print(Text(f"{told['leader']} leads; {mode}", "bold"), soft_wrap=True)
-    rounds = list(reversed(told.get("rounds") or []))
+    mode = (
+        "it moves modules by itself" if document["is_automatic"] else "it only watches, modules move by hand"
+    )
+    console.print(Text(f"{document['leader']} leads; {mode}", "bold"), soft_wrap=True)
+    rounds = list(reversed(document.get("rounds") or []))
     if not rounds:
         console.print("There was no round yet.")
     for run in _same_in_a_row(rounds):
@@ -34,7 +36,7 @@ def show_explanation(told: dict[str, Any], *, as_json: bool, out: TextIO) -> Non
 
 
 def _same_in_a_row(rounds: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Rounds in which nothing was considered, with the same decision but for figures, are told together."""
+    """Rounds in which nothing was considered, with the same decision but for figures, are shown together."""
     run: list[dict[str, Any]] = []
     for each in rounds:
         if run and not (_is_quiet(each) and _is_quiet(run[-1]) and _kind_of(each) == _kind_of(run[-1])):
@@ -45,12 +47,12 @@ def _same_in_a_row(rounds: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]
         yield run
 
 
-def _is_quiet(told: dict[str, Any]) -> bool:
-    return not told["candidates"] and not told["move_id"]
+def _is_quiet(one_round: dict[str, Any]) -> bool:
+    return not one_round["candidates"] and not one_round["move_id"]
 
 
-def _kind_of(told: dict[str, Any]) -> str:
-    return shape_of(told["decision"])
+def _kind_of(one_round: dict[str, Any]) -> str:
+    return shape_of(one_round["decision"])
 
 
 def _round_lines(run: list[dict[str, Any]]) -> Iterator[Text]:

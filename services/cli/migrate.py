@@ -61,16 +61,16 @@ def follow_move(
     out: TextIO | None,
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """The record of the move when it is over; each phase is told to `out` as it ends."""
+    """The record of the move when it is over; each phase is written to `out` as it ends."""
     console = ReadConsole(file=out, highlight=False, markup=False, quiet=out is None)
     record = gateway.migration(move_id)
     console.print(f"move {record['id']}: {move_words(record)}", soft_wrap=True)
-    told: set[str] = set()
+    shown: set[str] = set()
     with console.status("") as status:
         while True:
             for phase in _ended_phases(record):
-                if phase not in told:
-                    told.add(phase)
+                if phase not in shown:
+                    shown.add(phase)
                     console.print(f"  {_phase_words(record, phase)}", soft_wrap=True)
             if record["is_over"]:
                 break
@@ -82,12 +82,12 @@ def follow_move(
     return record
 
 
-def show_moves(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
+def show_moves(document: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
     """Write what GET /v1/mesh/migrations said."""
     if as_json:
-        out.write(json.dumps(told, ensure_ascii=False) + "\n")
+        out.write(json.dumps(document, ensure_ascii=False) + "\n")
         return
-    moves = told.get("data") or []
+    moves = document.get("data") or []
     if not moves:
         out.write("There was no move yet.\n")
         return
@@ -122,7 +122,7 @@ def progress_words(record: dict[str, Any]) -> str:
 
 
 def _ended_phases(record: dict[str, Any]) -> Iterator[str]:
-    """Those whose time is told, in the order of their course, but the one that it is in."""
+    """Those whose time is known, in the order of their course, but the one that it is in."""
     seconds = record["phase_seconds"]
     return (phase for phase in _PHASES if phase in seconds and phase != record["phase"])
 

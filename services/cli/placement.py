@@ -45,12 +45,12 @@ def _counted(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
-def show_placement(told: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
+def show_placement(document: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
     """Write what GET /v1/mesh/placement said."""
     if as_json:
-        out.write(json.dumps(told, ensure_ascii=False) + "\n")
+        out.write(json.dumps(document, ensure_ascii=False) + "\n")
         return
-    instances = told.get("instances") or []
+    instances = document.get("instances") or []
     console = ReadConsole(file=out, highlight=False, markup=False, width=None if out.isatty() else PIPE_WIDTH)
     if not instances:
         console.print("No worker has told its placement yet.")

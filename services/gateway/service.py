@@ -155,7 +155,7 @@ class GatewayService:
         await self._limit.wait_empty()
 
     async def close(self) -> None:
-        """Tell those still inside, then stop listening."""
+        """End the requests still inside, then stop listening."""
         self._limit.close()
         self._feed.close()
         if self._live is not None:
@@ -175,12 +175,12 @@ class GatewayService:
         if self._live is not None:
             self._live.on_load(report)
 
-    def _on_placement(self, told: PlacementTold) -> None:
-        if self._cluster.hear_placement(told, time.time()):
+    def _on_placement(self, update: PlacementTold) -> None:
+        if self._cluster.hear_placement(update, time.time()):
             self._feed.changed()
 
-    def _on_move(self, told: MoveTold) -> None:
-        if self._cluster.hear_migration(told.move, time.time()):
+    def _on_move(self, update: MoveTold) -> None:
+        if self._cluster.hear_migration(update.move, time.time()):
             self._feed.changed()
 
     def _roster_changed(self, change: RosterChange) -> None:

@@ -175,7 +175,7 @@ class ServedModel:
             )
 
     def max_model_len(self) -> int:
-        """The longest prompt and answer together, in tokens: the least of setting, model and workers."""
+        """The longest prompt and answer together, in tokens: the minimum of setting, model and workers."""
         limits = [self._max_model_len or None, self._worker_len()]
         if self.codec is not None:
             limits.append(self.codec.max_position_embeddings)

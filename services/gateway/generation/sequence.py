@@ -68,7 +68,7 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class Attempt:
-    """One placement of one sequence and who was told about it."""
+    """One placement of one sequence and the workers that know of it."""
 
     request_id: str
     on_over: Callable[[], None]

@@ -126,7 +126,7 @@ class ResponseStream:
                     async with asyncio.timeout(self._bounds.flush_timeout_seconds):
                         await writing
                 except TimeoutError:
-                    # Nothing more can be told to a client that does not read; its connection is cut.
+                    # Nothing more reaches a client that does not read; its connection is cut.
                     self._metrics.slow_clients.inc()
 
     async def _produce(self) -> None:
