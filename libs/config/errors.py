@@ -23,7 +23,6 @@ class UnknownSetting(SettingsError):
         nearest = get_close_matches(given, sorted(known), n=1, cutoff=0.5)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         super().__init__(f"unknown {origin} {given}{hint}")
-        self.nearest = nearest[0] if nearest else ""
 
 
 class BadSetting(SettingsError):

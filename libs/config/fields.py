@@ -1,9 +1,7 @@
 """A settings struct read as a list of settings: name, flag, variable, default, allowed values, meaning."""
 
-import types
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import msgspec
 from msgspec import inspect
@@ -25,10 +23,14 @@ class Setting:
     description: str
     allowed: str
     default: Any
-    is_required: bool
     is_bool: bool
     is_list: bool
     is_secret: bool
+
+    @property
+    def is_required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is msgspec.NODEFAULT
 
     @property
     def flag(self) -> str:
@@ -38,9 +40,8 @@ class Setting:
     @property
     def variables(self) -> tuple[str, ...]:
         """Environment variables, the strongest first."""
-        own = (variable_of(self.name),)
         conventional = CONVENTIONAL_VARIABLES.get(self.name)
-        return (*own, conventional) if conventional else own
+        return (variable_of(self.name), *([conventional] if conventional else []))
 
 
 def flag_of(name: str) -> str:
@@ -59,45 +60,37 @@ def settings_of(settings_type: type[msgspec.Struct]) -> dict[str, Setting]:
 
 
 def _setting(field: msgspec.structs.FieldInfo) -> Setting:
-    meta, shape = _unwrap(inspect.type_info(field.type))
-    default = field.default
-    if field.default_factory is not msgspec.NODEFAULT:
-        default = field.default_factory()
+    shape = inspect.type_info(field.type)
+    meta = shape if isinstance(shape, inspect.Metadata) else inspect.Metadata(shape)
+    has_factory = field.default_factory is not msgspec.NODEFAULT
+    shapes = _alternatives(shape)
     return Setting(
         name=field.name,
         annotation=field.type,
-        description=str((meta.extra_json_schema or {}).get("description", "")) if meta else "",
-        allowed=_allowed(shape),
-        default=default,
-        is_required=default is msgspec.NODEFAULT,
-        is_bool=_is_bool(field.type),
-        is_list=isinstance(_without_none(shape), inspect.VarTupleType | inspect.ListType),
-        is_secret=bool((meta.extra or {}).get("secret")) if meta else False,
+        description=str((meta.extra_json_schema or {}).get("description", "")),
+        allowed=" or ".join(_allowed(one) for one in shapes) + (" or none" if _takes_none(shape) else ""),
+        default=field.default_factory() if has_factory else field.default,
+        is_bool=all(isinstance(one, inspect.BoolType) for one in shapes),
+        is_list=all(isinstance(one, inspect.VarTupleType | inspect.ListType) for one in shapes),
+        is_secret=bool((meta.extra or {}).get("secret")),
     )
 
 
-def _unwrap(shape: inspect.Type) -> tuple[inspect.Metadata | None, inspect.Type]:
-    return (shape, shape.type) if isinstance(shape, inspect.Metadata) else (None, shape)
+def _alternatives(shape: inspect.Type) -> list[inspect.Type]:
+    """The types of a field without None, each without its metadata."""
+    shape = shape.type if isinstance(shape, inspect.Metadata) else shape
+    if not isinstance(shape, inspect.UnionType):
+        return [] if isinstance(shape, inspect.NoneType) else [shape]
+    return [alternative for one in shape.types for alternative in _alternatives(one)]
 
 
-def _without_none(shape: inspect.Type) -> inspect.Type:
-    if isinstance(shape, inspect.UnionType):
-        rest = [t for t in shape.types if not isinstance(t, inspect.NoneType)]
-        return _unwrap(rest[0])[1] if len(rest) == 1 else shape
-    return shape
-
-
-def _is_bool(annotation: Any) -> bool:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return all(_is_bool(a) or a is type(None) for a in get_args(annotation))
-    metadata, shape = _unwrap(inspect.type_info(annotation))
-    del metadata
-    return isinstance(shape, inspect.BoolType)
+def _takes_none(shape: inspect.Type) -> bool:
+    shape = shape.type if isinstance(shape, inspect.Metadata) else shape
+    return isinstance(shape, inspect.UnionType) and shape.includes_none
 
 
 def _allowed(shape: inspect.Type) -> str:
     """What a person may write, in words."""
-    _, shape = _unwrap(shape)
     match shape:
         case inspect.BoolType():
             return "true or false"
@@ -106,23 +99,15 @@ def _allowed(shape: inspect.Type) -> str:
         case inspect.FloatType():
             return "a number" + _bounds(shape)
         case inspect.LiteralType():
-            return "one of " + ", ".join(str(v) for v in shape.values)
+            return "one of " + ", ".join(str(value) for value in shape.values)
         case inspect.EnumType():
-            return "one of " + ", ".join(str(_value(member)) for member in shape.cls)
+            return "one of " + ", ".join(str(member.value) for member in shape.cls)
         case inspect.VarTupleType() | inspect.ListType():
-            return f"a comma list, each {_allowed(shape.item_type)}"
-        case inspect.UnionType():
-            return " or ".join(_allowed(t) for t in shape.types)
-        case inspect.NoneType():
-            return "none"
+            return f"a comma list, each {' or '.join(map(_allowed, _alternatives(shape.item_type)))}"
         case inspect.StrType():
             return "text" + _lengths(shape)
         case _:
             return "text"
-
-
-def _value(member: Enum) -> object:
-    return member.value
 
 
 def _bounds(shape: inspect.IntType | inspect.FloatType) -> str:

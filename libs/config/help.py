@@ -31,10 +31,6 @@ def _default(setting: Setting) -> str:
     value = setting.default
     if value is None or value in ("", (), []):
         return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return (
-        ",".join(str(v) for v in value)
-        if isinstance(value, tuple | list)
-        else str(getattr(value, "value", value))
-    )
+    if isinstance(value, tuple | list):
+        return ",".join(str(one) for one in value)
+    return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))

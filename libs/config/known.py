@@ -1,119 +1,34 @@
-"""Every name that some service knows, in one place, so that a slip of the keyboard is an error everywhere.
+"""Every name that some program knows: a slip of the keyboard in what all share is an error in each of them.
 
-A service knows its own settings from its struct. What other services know stands here: their variables lie in
-the environment that all share, and their keys in the [mesh] table of the file that all read.
-A unit test walks all services' settings and says what to add.
+A program knows its own settings from its struct. Others' variables lie in the environment that all share, and
+their keys in the [mesh] table of the file that all read. As no program imports another, their names are read
+from the source of their settings, and only when a name turns up that is not the program's own.
 """
 
-KNOWN_TABLES = frozenset(
-    {
-        "mesh",
-        "gateway",
-        "router",
-        "prefill_worker",
-        "decode_worker",
-        "kv_store",
-        "migration_coordinator",
-        "up",
-        "cli",
-        "bench",
-        "simulator",
-    }
-)
-
-KNOWN_FIELDS = frozenset(
-    {
-        "access_trace",
-        "access_trace_mib",
-        "admin_key",
-        "api_key",
-        "automatic",
-        "block_size",
-        "config",
-        "connect_timeout_seconds",
-        "coordinators",
-        "decode",
-        "delta_hi",
-        "delta_lo",
-        "device",
-        "device_share",
-        "disk_gib",
-        "disk_path",
-        "drain_timeout_seconds",
-        "dtype",
-        "eviction",
-        "fetch_bytes_per_second",
-        "flips_roles",
-        "flush_timeout_seconds",
-        "fsync",
-        "host",
-        "hosting",
-        "hosting_timeout_seconds",
-        "index_cache_mib",
-        "index_path",
-        "kv_memory_gib",
-        "lease_seconds",
-        "link_host",
-        "link_secret",
-        "log_format",
-        "log_level",
-        "max_attempts",
-        "max_body_bytes",
-        "max_buffered_bytes",
-        "max_concurrent_requests",
-        "max_expected_output_tokens",
-        "max_held",
-        "max_known_blocks",
-        "max_model_len",
-        "max_moves",
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "max_queue",
-        "max_unsent_deltas",
-        "max_waiting",
-        "max_waiting_tokens",
-        "memory_gib",
-        "model",
-        "move_bandwidth_mib",
-        "move_deadline_seconds",
-        "moves_heads",
-        "moves_layers",
-        "name",
-        "nats_server",
-        "no_workers_grace_seconds",
-        "num_blocks",
-        "otel_exporter_otlp_endpoint",
-        "policy",
-        "port",
-        "prefill",
-        "probe_host",
-        "probe_port",
-        "replay",
-        "replay_patience_seconds",
-        "request_timeout_seconds",
-        "role",
-        "round_seconds",
-        "routers",
-        "send_timeout_seconds",
-        "served_model_name",
-        "session_stickiness_seconds",
-        "stable_seconds",
-        "stale_after_seconds",
-        "starting_grace_seconds",
-        "state_dir",
-        "store_fetch_timeout_seconds",
-        "store_fetch_when",
-        "store_find_timeout_seconds",
-        "store_finished",
-        "store_put_mib",
-        "stores",
-        "threads",
-        "transport",
-        "ttl_seconds",
-        "write_policy",
-    }
-)
+import ast
+from functools import cache
+from pathlib import Path
 
 KNOWN_VARIABLES = frozenset({"KVMESH_PARENT_PID", "KVMESH_ROLE_FLIPS", "KVMESH_UCX_LIBRARY", "KVMESH_URL"})
 """KVMESH_* variables that are no settings: of `up` for its children, of a worker for the one that it becomes,
 of the transport, of the CLI."""
+
+_ROOT = Path(__file__).parents[2]
+
+
+@cache
+def known_fields() -> frozenset[str]:
+    """The fields of all settings structs, and `config`."""
+    shared = (_ROOT / "libs/runtime/settings.py", *_ROOT.glob("libs/worker/**/settings.py"))
+    files = (*shared, *_ROOT.glob("services/*/settings.py"))
+    trees = [ast.parse(path.read_bytes()) for path in files]
+    structs = [n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and n.keywords]
+    fields = [n.target for struct in structs for n in struct.body if isinstance(n, ast.AnnAssign)]
+    return frozenset({"config", *(target.id for target in fields if isinstance(target, ast.Name))})
+
+
+@cache
+def known_tables() -> frozenset[str]:
+    """The tables of a settings file: [mesh] for all, and one per program."""
+    programs = [path.parent.name for path in _ROOT.glob("services/*/__main__.py")]
+    return frozenset({"mesh", "simulator", *programs})

@@ -4,33 +4,31 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
+from msgspec import Meta
 
+from libs.config.closed_stdout import tolerate_closed_stdout
 from libs.config.errors import BadSetting, HelpAsked, MissingSetting, SettingsError
 from libs.config.fields import Setting, settings_of
 from libs.config.help import help_text
-from libs.config.known import KNOWN_FIELDS
-from libs.config.reader import ending_with_its_reader
 from libs.config.sources import Given, from_environment, from_file, from_flags
 
 EXIT_BAD_SETTINGS = 2
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-CONFIG = Setting(
-    name="config",
-    annotation=str,
-    description="TOML file: table [mesh] for all services, one table per service",
-    allowed="the path of a TOML file",
-    default="",
-    is_required=False,
-    is_bool=False,
-    is_list=False,
-    is_secret=False,
-)
+
+class _FileSettings(msgspec.Struct):
+    config: Annotated[
+        str, Meta(description="TOML file: table [mesh] for all services, one table per service")
+    ] = ""
+
+
+CONFIG = replace(settings_of(_FileSettings)["config"], allowed="the path of a TOML file")
 
 
 def load_settings(
@@ -41,16 +39,15 @@ def load_settings(
     Raises SettingsError (its text is one line for a person) and HelpAsked (carrying the help text).
     """
     settings = settings_of(settings_type)
-    known_fields = KNOWN_FIELDS.union(settings)
     readable = {**settings, "config": CONFIG}
     try:
         flags = from_flags(argv, readable)
     except HelpAsked:
         raise HelpAsked(help_text(service_name, settings_type.__doc__ or "", readable.values())) from None
-    variables = from_environment(environ, readable, known_fields)
+    variables = from_environment(environ, readable)
     merged: dict[str, Given] = {}
     if config := flags.get("config") or variables.get("config"):
-        merged |= from_file(Path(config.value).expanduser(), service_name, settings, known_fields)
+        merged |= from_file(Path(config.value).expanduser(), service_name, settings)
     merged |= variables | flags
     values = {name: read_value(settings[name], given) for name, given in merged.items() if name in settings}
     for setting in settings.values():
@@ -92,7 +89,7 @@ def load_settings_or_exit(
             service_name,
         )
     except HelpAsked as help_asked:
-        with ending_with_its_reader():
+        with tolerate_closed_stdout():
             print(help_asked)
         raise SystemExit(0) from None
     except SettingsError as error:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from types import FrameType
 
-from libs.config.reader import ending_with_its_reader
+from libs.config.closed_stdout import tolerate_closed_stdout
 from services.cli.admin_key import find_admin_key
 from services.cli.arguments import BadCommand, check_alone, move_asked, new_parser
 from services.cli.chat import answer_once, converse, opening
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["up"]:
         os.execv(sys.executable, [sys.executable, "-m", "services.up", *words[1:]])
-    with ending_with_its_reader():
+    with tolerate_closed_stdout():
         return _obey(words)
 
 

@@ -4,9 +4,9 @@ import asyncio
 import os
 import sys
 
+from libs.config.closed_stdout import tolerate_closed_stdout
 from libs.config.errors import HelpAsked, SettingsError
 from libs.config.load import EXIT_BAD_SETTINGS
-from libs.config.reader import ending_with_its_reader
 from services.up.preflight import NotStartable
 from services.up.prepare import prepare
 from services.up.start import start
@@ -15,7 +15,7 @@ from services.up.start import start
 def main() -> int:
     """Returns the exit code: 0 ended as asked, 2 not startable, 130 killed by a second Ctrl-C; ends with 141
     where nobody reads what it says any more."""
-    with ending_with_its_reader():
+    with tolerate_closed_stdout():
         try:
             return asyncio.run(start(prepare(sys.argv[1:], os.environ)))
         except HelpAsked as asked:

@@ -10,7 +10,7 @@ from typing import TextIO
 import msgspec
 
 from libs.bus.messages.presence import ServiceKind
-from libs.config.known import KNOWN_FIELDS
+from libs.config.known import known_fields
 from libs.config.load import load_settings
 from libs.mesh.workers import WORKERS
 from libs.runtime.connect import check_url
@@ -40,7 +40,7 @@ class Prepared:
 
 def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> Prepared:
     """Raises SettingsError, HelpAsked, NotStartable."""
-    own_argv, passed_on = split_flags(argv, UpSettings.__struct_fields__, KNOWN_FIELDS)
+    own_argv, passed_on = split_flags(argv, UpSettings.__struct_fields__, known_fields())
     settings = load_settings(UpSettings, own_argv, {**environ, **passed_on}, "up")
     if settings.nats_server:
         check_url(settings.nats_server)

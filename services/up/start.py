@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from libs.config.reader import EXIT_READER_GONE
+from libs.config.closed_stdout import EXIT_STDOUT_CLOSED
 from libs.runtime.connect import connect_bus
 from libs.runtime.signals import end_at_latest_after
 from libs.telemetry.logs import configure_logs
@@ -56,7 +56,7 @@ async def _run(prepared: Prepared, display: Display, unread: asyncio.Event) -> i
             group.create_task(_stop_when(unread, mesh), name="unread"),
         ]
         exit_code = await mesh.run()
-        exit_code = EXIT_READER_GONE if unread.is_set() else exit_code
+        exit_code = EXIT_STDOUT_CLOSED if unread.is_set() else exit_code
         display.close()
         # Everything has ended; a library that swallows this cancellation must not keep us.
         end_at_latest_after(_LEAVE_SECONDS, exit_code)

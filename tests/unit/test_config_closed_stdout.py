@@ -41,8 +41,8 @@ def test_help_that_nobody_reads_ends_without_a_word(words: tuple[str, ...]) -> N
 
 
 MANY_LINES = """
-from libs.config.reader import ending_with_its_reader
-with ending_with_its_reader():
+from libs.config.closed_stdout import tolerate_closed_stdout
+with tolerate_closed_stdout():
     for number in range(10_000):
         print(number)
     raise SystemExit({code})
