@@ -5,7 +5,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-FILE_NAME = "admin.key"
+from libs.runtime.state_dir import ADMIN_KEY_FILE, default_state_dir
 
 
 def find_admin_key(given: str, url: str, environ: Mapping[str, str]) -> str:
@@ -15,16 +15,10 @@ def find_admin_key(given: str, url: str, environ: Mapping[str, str]) -> str:
     if not _is_on_this_machine(url):
         return ""
     try:
-        return (_state_dir(environ) / FILE_NAME).read_text(encoding="utf-8").strip()
+        folder = Path(environ.get("KVMESH_STATE_DIR") or default_state_dir(environ)).expanduser()
+        return (folder / ADMIN_KEY_FILE).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def _state_dir(environ: Mapping[str, str]) -> Path:
-    """As `kvmesh up` chooses it."""
-    if folder := environ.get("KVMESH_STATE_DIR"):
-        return Path(folder).expanduser()
-    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvmesh"
 
 
 def _is_on_this_machine(url: str) -> bool:

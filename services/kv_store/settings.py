@@ -1,7 +1,5 @@
 """Settings of the KV store."""
 
-import os
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -10,13 +8,8 @@ from msgspec import Meta
 from libs.kv.eviction import EvictionKind
 from libs.kv.write_policy import WritePolicy
 from libs.runtime.settings import RuntimeSettings
+from libs.runtime.state_dir import default_state_dir
 from services.kv_store.disk.settings import FsyncPolicy
-
-
-def default_state_dir() -> str:
-    """$XDG_STATE_HOME/kvmesh, or ~/.local/state/kvmesh."""
-    state_home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return str(Path(state_home) / "kvmesh")
 
 
 class KvStoreSettings(RuntimeSettings, frozen=True, kw_only=True):

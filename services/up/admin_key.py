@@ -4,9 +4,9 @@ import os
 import secrets
 from pathlib import Path
 
+from libs.runtime.state_dir import ADMIN_KEY_FILE
 from services.up.preflight import NotStartable
 
-FILE_NAME = "admin.key"
 VARIABLE = "KVMESH_ADMIN_KEY"
 
 _NUM_BYTES = 32
@@ -17,7 +17,7 @@ def settle_admin_key(state_dir: Path, given: str) -> str:
 
     With one given nothing is kept: `kvmesh migrate` would show a key that is not it.
     """
-    path = state_dir / FILE_NAME
+    path = state_dir / ADMIN_KEY_FILE
     try:
         if given:
             path.unlink(missing_ok=True)

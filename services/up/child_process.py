@@ -62,7 +62,7 @@ async def start_child(
             stdout=writer,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
     except BaseException:
         os.close(reader)
@@ -78,8 +78,8 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
-    """In the child, before it becomes the program: the kernel is to end it when `up` dies (Linux only)."""
+def die_with_parent() -> None:
+    """In the child, before it becomes the program: have the kernel end it when its parent dies (on Linux)."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

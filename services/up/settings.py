@@ -1,20 +1,13 @@
 """Settings of `up`. What it does not know itself it hands on to the services that do."""
 
-import os
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from libs.model.source import DEFAULT_MODEL
+from libs.runtime.state_dir import default_state_dir
 from services.up.supervision import STABLE_SECONDS
-
-
-def default_state_dir() -> str:
-    """$XDG_STATE_HOME/kvmesh, or ~/.local/state/kvmesh."""
-    state_home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return str(Path(state_home) / "kvmesh")
 
 
 class UpSettings(msgspec.Struct, frozen=True, kw_only=True):

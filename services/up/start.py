@@ -12,6 +12,7 @@ from pathlib import Path
 from libs.config.closed_stdout import EXIT_STDOUT_CLOSED
 from libs.runtime.connect import connect_bus
 from libs.runtime.signals import end_at_latest_after
+from libs.runtime.state_dir import default_state_dir
 from libs.telemetry.logs import configure_logs
 from services.up.announce import cli_command, invitation, reachable_url, wait_gateway_ready
 from services.up.broker import plan_broker
@@ -19,7 +20,6 @@ from services.up.display import Display, new_display
 from services.up.mesh import Mesh, Program
 from services.up.plan import BROKER, Child
 from services.up.prepare import Prepared
-from services.up.settings import default_state_dir
 from services.up.watch import Watch
 
 _LEAVE_SECONDS = 5.0

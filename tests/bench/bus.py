@@ -9,8 +9,8 @@ from time import perf_counter
 from libs.bus.errors import BusError
 from libs.bus.messages.generation import Place, Placed, Refused, TokenDelta, TokenFrame
 from libs.bus.nats_bus import NatsBus
-from libs.bus.nats_server import NatsServer
 from tests.bench.figures import Figure, Say
+from tests.doubles.nats_process import NatsServer
 
 NUM_REQUESTS = 2000
 NUM_IN_FLIGHT = 16

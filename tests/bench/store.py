@@ -22,7 +22,6 @@ from prometheus_client import CollectorRegistry, Counter
 
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.bus.nats_bus import NatsBus
-from libs.bus.nats_server import NatsServer
 from libs.kv.block_tree import MEMORY, BlockTree
 from libs.kv.layer_groups import layers_per_frame
 from libs.kv.names import NAME_BYTES
@@ -37,6 +36,7 @@ from libs.worker.stores.store_link import FetchResult, StoreLink
 from tests.bench.figures import Figure, Say
 from tests.bench.link_peer import DEADLINE_SECONDS, SECRET, SINK, TELL
 from tests.bench.links import other_process
+from tests.doubles.nats_process import NatsServer
 
 NUM_LAYERS = 30
 SHAPE = BlockShape(num_kv_heads=3, block_size=16, head_dim=64, dtype=torch.bfloat16)

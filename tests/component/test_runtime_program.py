@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from nats_process import NatsServer
 
 from libs.bus.messages.presence import Presence, ServiceState
 from libs.bus.nats_bus import NatsBus
-from libs.bus.nats_server import NatsServer
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 
 PROGRAM = """

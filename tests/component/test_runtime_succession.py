@@ -13,9 +13,9 @@ from typing import Any
 
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
+from nats_process import NatsServer
 
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
-from libs.bus.nats_server import NatsServer
 from libs.runtime.identity import new_identity
 from libs.runtime.life import Stop
 from libs.runtime.runtime import Runtime

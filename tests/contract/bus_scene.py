@@ -11,12 +11,12 @@ from typing import ClassVar, Protocol, TypeVar
 import msgspec
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
+from nats_process import NatsServer
 
 from libs.bus.bus import Bus
 from libs.bus.errors import BusError
 from libs.bus.message import Message, PresenceEntry, Request
 from libs.bus.nats_bus import NatsBus
-from libs.bus.nats_server import NatsServer
 
 T = TypeVar("T")
 

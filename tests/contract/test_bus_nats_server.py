@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from bus_scene import until
+from nats_process import NatsServer
 
-from libs.bus.nats_server import BrokerNotStarted, NatsServer, find_nats_server
+from libs.bus.nats_server import BrokerNotStarted, find_nats_server
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_a_binary_on_the_path_is_found_too(tmp_path: Path, monkeypatch: pytest.M
 async def test_it_does_not_outlive_whoever_started_it(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, pathlib, sys\n"
-        "from libs.bus.nats_server import NatsServer\n"
+        "from tests.doubles.nats_process import NatsServer\n"
         "async def main():\n"
         "    server = NatsServer(pathlib.Path(sys.argv[1]))\n"
         "    await server.start()\n"

@@ -23,11 +23,12 @@ from bus_scene import (
     told_until,
     until,
 )
+from nats_process import NatsServer
 
 from libs.bus.errors import BusError, NotConnected, Overloaded, PresenceUnavailable
 from libs.bus.message import PresenceEntry
 from libs.bus.nats_bus import PRESENCE_BUCKET, NatsBus
-from libs.bus.nats_server import NatsServer, find_nats_server
+from libs.bus.nats_server import find_nats_server
 
 SILENCE_NOTICED_SECONDS = 10.0
 

@@ -8,6 +8,7 @@ import pytest
 
 from libs.bus.messages.presence import ServiceKind
 from libs.config.errors import SettingsError
+from libs.runtime.state_dir import default_state_dir
 from services.up.plan import Child
 from services.up.preflight import (
     NotStartable,
@@ -18,7 +19,7 @@ from services.up.preflight import (
     settings_type,
 )
 from services.up.prepare import prepare
-from services.up.settings import UpSettings, default_state_dir
+from services.up.settings import UpSettings
 
 
 def test_a_free_port_is_taken_as_it_is_and_0_means_any() -> None:
