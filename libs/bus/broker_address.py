@@ -1,4 +1,4 @@
-"""Where the broker is, as people write it."""
+"""The broker's address, as people write it."""
 
 from urllib.parse import urlsplit
 
@@ -29,9 +29,9 @@ def read_address(text: str) -> BrokerAddress:
 def _shown(url: str) -> str:
     try:
         parts = urlsplit(url)
-        port = parts.port or DEFAULT_PORT
+        port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
         raise ValueError(f"a broker address is malformed ({error}); expected nats://host:port") from None
-    if parts.scheme not in _SCHEMES or not parts.hostname:
+    if parts.scheme not in _SCHEMES or not parts.hostname or not port or set(url) & set(" \t\n"):
         raise ValueError(f"a broker address is malformed ({parts.scheme}://...); expected nats://host:port")
     return f"{parts.hostname}:{port}"

@@ -1,4 +1,4 @@
-"""Requests in flight: who waits for which answer."""
+"""Requests in flight, by the address that their answer comes to."""
 
 import asyncio
 import itertools

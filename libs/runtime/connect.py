@@ -1,10 +1,10 @@
 """Finding the broker at start: services come up in any order, so its absence is waited out, not an error."""
 
 import asyncio
-from urllib.parse import urlsplit
 
 import structlog
 
+from libs.bus.broker_address import read_address
 from libs.bus.bus import Bus
 from libs.bus.errors import BusError
 from libs.bus.nats_bus import NatsBus
@@ -12,20 +12,15 @@ from libs.config.errors import BadSetting
 
 RETRY_SECONDS = 0.5
 
-_SCHEMES = ("nats", "tls", "ws", "wss")
-
 log = structlog.get_logger()
 
 
 def check_url(url: str) -> None:
     """Whether this can be a broker's address at all. Raises BadSetting."""
     try:
-        parts = urlsplit(url if "://" in url else f"nats://{url}")
-        is_fine = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # what `port` raises for anything but a port
-        is_fine = False
-    if not is_fine or set(url) & set(" ,\t\n"):
-        raise BadSetting("--nats-server (or NATS_SERVER)", url, "an address like nats://host:4222")
+        read_address(url)
+    except ValueError as error:
+        raise BadSetting("--nats-server (or NATS_SERVER)", url, "an address like nats://host:4222") from error
 
 
 async def connect_bus(url: str, name: str, stopped: asyncio.Event) -> Bus | None:

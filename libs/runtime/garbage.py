@@ -1,4 +1,4 @@
-"""What a program holds when it is ready it holds for life: collecting garbage need not look at it again."""
+"""Garbage collection of a program that is ready: what it holds then it holds for life."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Tells the mesh that this process lives, in which state and under what load."""
+"""Heartbeats: this process lives, in this state and under this load."""
 
 import asyncio
 import itertools

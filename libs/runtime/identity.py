@@ -1,4 +1,4 @@
-"""Who a process is: a name that people know, and an incarnation that is new at every start."""
+"""The identity of a process: a name that people know, and an incarnation that is new at every start."""
 
 import secrets
 import socket

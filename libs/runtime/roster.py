@@ -1,4 +1,4 @@
-"""Who is there, as heard through presence: a pure view, and the loop that feeds it."""
+"""The processes of the mesh, as their presence tells: a pure view, and the loop that feeds it."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 EXPIRY_SECONDS = 3.0
 """Six heartbeats. A peer silent for longer has departed."""
 
-HUSH_SECONDS = 1.5
-"""Three heartbeats. Who hears nobody for so long, itself least of all, learns nothing of the others: the
-broker stands still, or it did so itself."""
+SILENCE_SECONDS = 1.5
+"""Three heartbeats. A process that hears nobody for so long, not even itself, learns nothing of the others:
+the broker stands still, or it did so itself."""
 
 _LOOK_SECONDS = 0.5
 """How often to look whether the broker is away: its silence must not be held against the peers."""
@@ -43,8 +43,8 @@ class Roster:
         self._expiry_seconds = expiry_seconds
         self._present: dict[str, Presence] = {}
         self._heard: dict[str, float] = {}
-        self.excused_at = float("-inf")
-        """When nothing could be heard for the last time, as far as anybody noticed."""
+        self.timeouts_reset_at = float("-inf")
+        """When nothing could be heard for the last time; monotonic seconds."""
 
     def seen(self, presence: Presence, now: float) -> RosterChange:
         """A heartbeat came in."""
@@ -56,27 +56,27 @@ class Roster:
         return RosterChange(updated=(presence,)) if before != presence else RosterChange()
 
     def deleted(self, incarnation: str) -> RosterChange:
-        """It said good-bye, or somebody who knows reported its end. Unknown incarnations change nothing."""
+        """Its presence was deleted, or its end is known otherwise. Unknown incarnations change nothing."""
         self._heard.pop(incarnation, None)
         gone = self._present.pop(incarnation, None)
         return RosterChange(departed=(gone,)) if gone else RosterChange()
 
     def expire(self, now: float) -> RosterChange:
-        """Drop those not heard of for `expiry_seconds`."""
+        """Remove those not heard of for `expiry_seconds`."""
         silent = [i for i, heard in self._heard.items() if now - heard >= self._expiry_seconds]
         return RosterChange(departed=tuple(p for i in silent for p in self.deleted(i).departed))
 
-    def excuse(self, now: float) -> None:
-        """Nothing could be heard until now (the broker was away): nobody's silence counts."""
+    def reset_timeouts(self, now: float) -> None:
+        """Nothing could be heard until now (the broker was away): all timeouts begin anew."""
         self._heard = dict.fromkeys(self._heard, now)
-        self.excused_at = now
+        self.timeouts_reset_at = now
 
-    def hush_seconds(self, now: float) -> float:
-        """Since anybody was heard, or excused; 0 while nobody is there."""
+    def silence_seconds(self, now: float) -> float:
+        """Since any heartbeat came in, or the timeouts were reset; 0 while the roster is empty."""
         return now - max(self._heard.values(), default=now)
 
     def next_expiry(self) -> float | None:
-        """When `expire` may next find somebody; None while nobody is there."""
+        """When the next timeout runs out; None while the roster is empty."""
         return min(self._heard.values()) + self._expiry_seconds if self._heard else None
 
     def get(self, incarnation: str) -> Presence | None:
@@ -84,11 +84,11 @@ class Roster:
         return self._present.get(incarnation)
 
     def all(self) -> list[Presence]:
-        """Everybody, in order of arrival."""
+        """All processes, in order of arrival."""
         return list(self._present.values())
 
     def of_kind(self, kind: ServiceKind) -> list[Presence]:
-        """Everybody of a kind, in order of arrival."""
+        """The processes of a kind, in order of arrival."""
         return [p for p in self._present.values() if p.kind is kind]
 
     def ready(self, kind: ServiceKind) -> list[Presence]:
@@ -101,8 +101,8 @@ async def watch_roster(
 ) -> NoReturn:
     """Feed `roster` from the bus for ever; `on_change` is called on the loop after each real change.
 
-    With `hears_itself` whoever watches is present, too: as long as not even its own heartbeats come back from
-    the broker, nobody's silence counts.
+    With `hears_itself` the watching process is present, too: as long as not even its own heartbeats come back
+    from the broker, nobody expires.
     """
     loop = asyncio.get_running_loop()
 
@@ -115,13 +115,13 @@ async def watch_roster(
         try:
             while True:
                 await asyncio.wait({upcoming}, timeout=_patience(roster, loop.time()))
-                is_hush = hears_itself and roster.hush_seconds(loop.time()) >= HUSH_SECONDS
+                is_broker_silent = hears_itself and roster.silence_seconds(loop.time()) >= SILENCE_SECONDS
                 if upcoming.done():
                     entry = upcoming.result()
                     upcoming = asyncio.ensure_future(anext(entries))
                     tell(_apply(roster, entry, loop.time()))
-                if is_hush or not bus.is_connected:
-                    roster.excuse(loop.time())
+                if is_broker_silent or not bus.is_connected:
+                    roster.reset_timeouts(loop.time())
                 tell(roster.expire(loop.time()))
         finally:
             upcoming.cancel()

@@ -1,4 +1,4 @@
-"""What a service is given to live with: identity, bus, metrics, and a way to tell others about itself."""
+"""The surroundings of a service: identity, bus, metrics, background tasks, and its presence."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable

@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT mean, and what happens when the parent process is gone."""
+"""SIGTERM and SIGINT, and the death of the parent process."""
 
 import asyncio
 import os

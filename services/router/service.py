@@ -66,7 +66,7 @@ class RouterService:
         self._changed = asyncio.Event()
         self._has_news = False
         self._ticked_at = time.monotonic()
-        self._excused_at = self._roster.excused_at
+        self._timeouts_reset_at = self._roster.timeouts_reset_at
         self._subscriptions: list[Subscription | KvSubscriber] = []
         self._placing: Subscription | None = None
 
@@ -165,11 +165,11 @@ class RouterService:
     def _tick(self) -> None:
         """Before anything is decided: what waited in the meantime is handled in any order."""
         ticked_at, self._ticked_at = self._ticked_at, time.monotonic()
-        excused_at, self._excused_at = self._excused_at, self._roster.excused_at
+        timeouts_reset_at, self._timeouts_reset_at = self._timeouts_reset_at, self._roster.timeouts_reset_at
         if self._ticked_at - ticked_at > STOOD_STILL_SECONDS:
             log.warning("stood_still", seconds=round(self._ticked_at - ticked_at, 1))
             self._admission.awoke(self._clock())
-        elif self._excused_at != excused_at:  # the broker was away, or stood still
+        elif self._timeouts_reset_at != timeouts_reset_at:  # the broker was away, or stood still
             self._admission.awoke(self._clock())
 
     async def _time_came(self) -> bool:

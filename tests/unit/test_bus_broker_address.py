@@ -28,7 +28,18 @@ def test_what_is_shown_holds_no_password() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " , ", "nats://", "nats://:secret", "nats://host:secret", "http://host", "nats://host:99999"]
+    "text",
+    [
+        "",
+        " , ",
+        "nats://",
+        "nats://:secret",
+        "nats://host:secret",
+        "http://host",
+        "nats://host:99999",
+        "nats://host:0",
+        "nats://ho st",
+    ],
 )
 def test_a_malformed_address_is_refused_and_not_repeated(text: str) -> None:
     with pytest.raises(ValueError, match="nats://host:port") as caught:

@@ -20,7 +20,7 @@ EVENT = st.one_of(
     st.tuples(st.just("seen"), st.sampled_from("abcd"), st.sampled_from(list(ServiceState))),
     st.tuples(st.just("deleted"), st.sampled_from("abcd"), st.none()),
     st.tuples(st.just("wait"), st.floats(0, 4), st.none()),
-    st.tuples(st.just("excuse"), st.none(), st.none()),
+    st.tuples(st.just("reset"), st.none(), st.none()),
 )
 
 
@@ -50,13 +50,13 @@ def test_the_roster_holds_whoever_was_heard_lately_and_tells_each_change_once(
         elif kind == "deleted":
             heard.pop(str(subject), None)
             apply(roster.deleted(str(subject)))
-        elif kind == "excuse":
+        elif kind == "reset":
             heard = dict.fromkeys(heard, now)
-            roster.excuse(now)
-            assert roster.excused_at == now
+            roster.reset_timeouts(now)
+            assert roster.timeouts_reset_at == now
         else:
             now += float(str(subject))
-        assert roster.hush_seconds(now) == now - max(heard.values(), default=now)
+        assert roster.silence_seconds(now) == now - max(heard.values(), default=now)
         apply(roster.expire(now))
         heard = {i: t for i, t in heard.items() if now - t < EXPIRY_SECONDS}
         assert {p.incarnation for p in roster.all()} == set(heard)
