@@ -1,8 +1,8 @@
 """The bus: typed messages, presence and leases over a wire.
 
 A message type knows its subject (`Message.subject`, with `{to}` for the incarnation it is addressed to) and,
-if it asks something, its answer (`Request[Answer]`). Delivery is at most once; whoever needs an answer asks
-for one.
+if it asks something, its answer (`Request[Answer]`). Delivery is at most once; a request is what gets an
+answer.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +33,7 @@ LEASE_SECONDS = 3.0
 
 
 class BusCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened on one bus so far (`num_*_total`), and how full it is now."""
+    """Counts of one bus since its start (`num_*_total`), and how full it is now."""
 
     num_reconnects_total: int
     num_dropped_total: int

@@ -1,4 +1,4 @@
-"""The bus's errors, and those of them that travel back to whoever asked."""
+"""The bus's errors, and those of them that travel back to the asker."""
 
 
 class BusError(Exception):
@@ -36,7 +36,7 @@ class MessageTooLarge(BusError):
 
 
 class Undecodable(BusError):
-    """The peer sent something that is not the expected type: versions differ, or somebody else uses the
+    """The peer sent something that is not the expected type: versions differ, or a stranger uses the
     subject."""
 
 

@@ -96,7 +96,7 @@ class NatsBucket:
         await self._connection.subscribe_messages(subscription)
         self._watches[watch] = stale
         stale.set()
-        # Owned by the connection: a task group would wrap the errors of those who watch.
+        # Owned by the connection: a task group would wrap the errors of the watching code.
         filling = asyncio.create_task(self._keep_filled(watch, stale), name="presence-fill")
         self._connection.keep(filling)
         try:
@@ -155,7 +155,7 @@ class NatsBucket:
             reason = error.description or "JetStream is off in the broker; presence needs it"
             raise PresenceUnavailable(f"{self._name}: {reason} ({error.err_code})") from error
         except (nats.js.errors.NoStreamResponseError, nats.errors.NoRespondersError) as error:
-            self._opened = None  # somebody removed it; the next operation makes it again
+            self._opened = None  # it was removed; the next operation makes it again
             raise PresenceUnavailable(f"{self._name}: there is no such bucket any more") from error
         except nats.errors.TimeoutError as error:
             self._opened = None

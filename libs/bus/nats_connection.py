@@ -58,7 +58,7 @@ class NatsConnection:
 
     @property
     def max_payload_bytes(self) -> int:
-        """What the broker told when it was last reached."""
+        """As in `Wire`; as of the last connection."""
         return self.client.max_payload
 
     @property
@@ -98,7 +98,7 @@ class NatsConnection:
             self._answers = NatsSubscription(
                 self, f"{self._requests.prefix}*", "", self._answer_came, MAX_WAITING_MESSAGES
             )
-            earlier = list(self._subscriptions)  # who comes from now on attaches itself
+            earlier = list(self._subscriptions)  # those that come from now on attach themselves
             for subscription in [self._answers, *earlier]:
                 await subscription.attach(client)
         except (nats.errors.Error, OSError) as error:

@@ -37,7 +37,7 @@ class OpenRequests(Generic[A]):
             del self._waiting[reply]
 
     def answer(self, reply: str, answer: A) -> None:
-        """Nothing happens when nobody waits any more."""
+        """Ignored when the request has ended."""
         future = self._waiting.get(reply)
         if future is not None and not future.done():
             future.set_result(answer)

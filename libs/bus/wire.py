@@ -70,7 +70,7 @@ class Wire(Protocol):
         ...
 
     async def answer(self, reply: str, payload: bytes) -> None:
-        """Send an answer to whoever asked."""
+        """Send an answer to the asker."""
         ...
 
     async def refuse(self, reply: str, error: BusError) -> None:

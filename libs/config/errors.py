@@ -1,9 +1,9 @@
-"""What can be wrong with settings.
+"""Errors of settings.
 
 SettingsError
 ├── UnknownSetting   a flag, variable, table or key that nothing knows
 ├── BadSetting       a known one whose value is not allowed
-└── MissingSetting   one without a default that nobody gave
+└── MissingSetting   one without a default and without a value
 
 HelpAsked is no error: `--help` was among the flags.
 """

@@ -90,7 +90,7 @@ def _takes_none(shape: inspect.Type) -> bool:
 
 
 def _allowed(shape: inspect.Type) -> str:
-    """What a person may write, in words."""
+    """The allowed values, in words."""
     match shape:
         case inspect.BoolType():
             return "true or false"

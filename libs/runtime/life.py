@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class Service(Protocol):
-    """What a program of the mesh is to its runtime. `close` is called once, also after a failed `open`."""
+    """A program of the mesh, as its runtime sees it. `close` is called once, also after a failed `open`."""
 
     async def open(self, runtime: Runtime) -> None:
         """Acquire everything; return when work can be taken. Slow ones call `runtime.progress`.
@@ -125,7 +125,7 @@ async def _open(service: Service, runtime: Runtime, stop: Stop) -> int | None:
 async def _serve(service: Service, runtime: Runtime, stop: Stop) -> int:
     """Serve until asked to stop or to make way, or until a background task crashes; returns the exit code."""
     if isinstance(service, ReportsLoad):
-        # Before others hear that it is ready: nobody places work on a worker whose load is unknown.
+        # Before others hear that it is ready: no work is placed on a worker whose load is unknown.
         await report_load(runtime, service.load, 1)
         runtime.spawn("load-report", keep_reporting_load(runtime, service.load, 2))
     runtime.become(ServiceState.READY)

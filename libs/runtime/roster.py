@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class RosterChange(msgspec.Struct, frozen=True):
-    """What one event changed. A restarted process departs as one incarnation and arrives as another."""
+    """The changes by one event. A restarted process departs as one incarnation and arrives as another."""
 
     arrived: tuple[Presence, ...] = ()
     updated: tuple[Presence, ...] = ()

@@ -38,7 +38,7 @@ class Runtime:
 
     @property
     def incarnation(self) -> str:
-        """What messages to this process are addressed to."""
+        """The address of messages to this process."""
         return self.identity.incarnation
 
     @property

@@ -81,8 +81,8 @@ def end_span(span: trace.Span, error: str = "") -> None:
 
 
 def traceparent_of(span: trace.Span) -> str:
-    """What to put into messages, so that the receiver's spans become children of this one; "" without a
-    trace."""
+    """The `traceparent` for messages, so that the receiver's spans become children of this one; "" without
+    a trace."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
     return carrier.get("traceparent", "")
