@@ -219,7 +219,7 @@ async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
 
 def test_calls_without_an_answer_are_done_when_they_return(stage: Stage) -> None:
     stage.open(whole_layers(1, 3))
-    answer = stage.host.call(MoveBlocks({}))
+    answer = stage.host.call(MoveBlocks(np.empty((2, 0), dtype=np.int64)))
     assert answer.is_done
     assert not answer.result().numel()
 
@@ -269,7 +269,7 @@ async def test_blocks_are_read_as_they_were_written_and_follow_their_ids(stage: 
     stage.host.call(WriteBlocks("m", None, blocks, kv))
     assert torch.equal(await stage.ask(ReadBlocks("m", None, blocks)), kv)
     assert torch.equal(await stage.ask(ReadBlocks("m", 2, blocks)), kv[:, 2:])
-    stage.host.call(MoveBlocks({9: 17}))
+    stage.host.call(MoveBlocks(np.array([[9], [17]])))
     stage.host.call(WriteBlocks("m", 1, blocks[:1], changed := torch.randn(1, 2, 2, 8, 16)))
     moved = await stage.ask(ReadBlocks("m", None, np.array([17, 4], dtype=np.int64)))
     assert torch.equal(moved[0], kv[1])
@@ -334,7 +334,7 @@ async def test_a_lost_link_fails_all_answers_also_the_next_ones(linked: tuple[St
     stage.there.modules.run_all = lambda: None  # a host that is stuck
     answers = [host.call(Settle()) for _ in range(3)]
     await host.close()
-    for answer in [*answers, host.call(Settle()), host.call(MoveBlocks({}))]:
+    for answer in [*answers, host.call(Settle()), host.call(MoveBlocks(np.empty((2, 0), dtype=np.int64)))]:
         with pytest.raises(HostLost):
             await stage.result(answer)
     with pytest.raises(HostLost):

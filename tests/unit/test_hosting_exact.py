@@ -158,7 +158,7 @@ def test_blocks_are_written_read_and_follow_their_ids() -> None:
     assert torch.equal(host.ask(ReadBlocks("m", 2, np.array([0]))), kv[[1], 2:])
     host.ask(WriteBlocks("m", 1, np.array([0]), kv[[0], :2]))
     assert torch.equal(host.ask(ReadBlocks("m", None, np.array([0])))[0, :2], kv[0, :2])
-    host.ask(MoveBlocks({5: 9, 9: 5, 0: 7}))
+    host.ask(MoveBlocks(np.array([[5, 9, 0], [9, 5, 7]])))
     assert torch.equal(host.ask(ReadBlocks("m", 2, np.array([9, 5, 7]))), kv[[0, 2, 1], 2:])
     assert host.ask(Settle()).numel() == 0
 
@@ -171,8 +171,7 @@ def test_layers_go_on_where_written_kv_ends() -> None:
     open_at(host, whole_layers(1, 3))
     blocks = np.array([3, 1, 5, 7, 2, 11, 20])
     host.put(WriteBlocks("m", None, blocks, home.pool.blocks[blocks][:, 3:9]))
-    moved = {20: 4, 5: 6}
-    host.put(MoveBlocks(moved))
+    host.put(MoveBlocks(np.array([[20, 5], [4, 6]])))
     home.pool.blocks[[4, 6]] = home.pool.blocks[[20, 5]]
     home.tables[0][2], home.tables[2][1] = 6, 4
     host.put(home.step([1, 1, 1]))

@@ -77,8 +77,9 @@ WRONG_CALLS: dict[str, HostedCall] = {
     "KV of another number of blocks": WriteBlocks("m", None, ids(0, 1), KV),
     "KV of another dtype": WriteBlocks("m", None, ids(0), KV.to(torch.bfloat16)),
     "KV of an unknown move": WriteBlocks("other", None, ids(0), KV),
-    "two blocks that become one": MoveBlocks({1: 3, 2: 3}),
-    "blocks that move out of the module": MoveBlocks({1: NUM_BLOCKS}),
+    "two blocks that become one": MoveBlocks(np.array([[1, 2], [3, 3]])),
+    "ids of moved blocks without new ones": MoveBlocks(ids(1)),
+    "blocks that move out of the module": MoveBlocks(np.array([[1], [NUM_BLOCKS]])),
 }
 
 

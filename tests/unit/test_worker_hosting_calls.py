@@ -8,11 +8,11 @@ import pytest
 import torch
 from hosting_links_scene import SECONDS, Scene, open_one
 
-from libs.engine.hosting.calls import HostedCall, RunLayers, Settle, WriteBlocks
+from libs.engine.hosting.calls import HostedCall, ReadBlocks, RunLayers, Settle, WriteBlocks
 from libs.engine.hosting.port import Answer, HostLost
 from libs.worker.migration.framing import encode
 from libs.worker.migration.owner import remote_host
-from libs.worker.migration.protocol import Call, Ping, Result, SettleCall
+from libs.worker.migration.protocol import Call, Ping, Result
 
 
 @pytest.fixture
@@ -28,9 +28,10 @@ async def scene() -> AsyncGenerator[Scene]:
     [
         (b"nonsense", np.zeros(3, dtype=np.uint8)),
         encode(Ping()),
-        encode(Call(call_id=0, facts=SettleCall())),
-        encode(Call(call_id=1, facts=SettleCall()), [torch.ones(1)]),
-        encode(Result(call_id=1), [torch.ones(1)]),
+        encode(Call(call_id=0, call=Settle())),
+        encode(Call(call_id=1, call=ReadBlocks("m", None, np.ones(1, dtype=np.int64))))[:1]
+        + encode(Ping())[1:],
+        encode(Result(call_id=1, tensor=torch.ones(1))),
     ],
 )
 async def test_garbage_among_calls_ends_their_own_link_and_no_other(

@@ -23,9 +23,8 @@ from libs.engine.hosting.calls import (
 from libs.kv.checksum import checksum
 from libs.transport.port import MAX_HEADER_BYTES
 from libs.worker.migration import framing
-from libs.worker.migration.call_codec import join_call, split_call
-from libs.worker.migration.framing import Assembly, BadFrame, Message, encode, pieces
-from libs.worker.migration.protocol import Call, Head, Ping, Result, SettleCall, StepCall, WriteCall
+from libs.worker.migration.framing import Assembly, BadFrame, Message, encode, owned, pieces
+from libs.worker.migration.protocol import Call, Head, Ping, Result
 
 _DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 _SIZES = st.integers(0, 5)
@@ -67,14 +66,14 @@ _CALLS: st.SearchStrategy[HostedCall] = st.one_of(
     st.builds(AttendLent, _IDS, st.integers(0, 90), st.integers(0, 9), tensors(3), tensors(3), tensors(3)),
     st.builds(WriteBlocks, _IDS, _LAYER, id_arrays(), tensors(5)),
     st.builds(ReadBlocks, _IDS, _LAYER, id_arrays()),
-    st.builds(MoveBlocks, st.dictionaries(st.integers(0, 999), st.integers(0, 999), max_size=5)),
+    st.builds(MoveBlocks, id_arrays().map(lambda ids: np.stack([ids, ids]))),
     st.builds(Settle),
 )
 
 
-def take_all(head: Head, parts: Any) -> Message:
+def take_all(head: Head) -> Message:
     assembly, message = Assembly(), None
-    for header, body in pieces(*encode(head, parts)):
+    for header, body in pieces(*encode(head)):
         assert message is None, "complete before its last frame"
         assert len(header) <= MAX_HEADER_BYTES
         message = assembly.take(header, body.copy())
@@ -94,17 +93,16 @@ def same(one: Any, other: Any) -> bool:
 def test_any_call_survives_the_trip_however_it_is_cut(call: HostedCall, piece_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(framing, "PIECE_BYTES", piece_bytes)
-        facts, parts = split_call(call)
-        came = take_all(Call(call_id=7, facts=facts), parts)
+        came = take_all(Call(call_id=7, call=call))
     assert isinstance(came.head, Call)
-    back = join_call(came.head.facts, came.owned())
+    back = came.head.call
     assert type(back) is type(call)
-    assert all(same(getattr(call, name), getattr(back, name)) for name in vars(call))
+    assert all(same(getattr(call, name), getattr(back, name)) for name in call.__struct_fields__)
 
 
 @given(st.data())
 def test_a_changed_byte_of_a_body_is_noticed(data: st.DataObject) -> None:
-    header, body = encode(Result(call_id=1), [torch.arange(50, dtype=torch.float32)])
+    header, body = encode(Result(call_id=1, tensor=torch.arange(50, dtype=torch.float32)))
     changed = body.copy()
     changed[data.draw(st.integers(0, body.size - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(BadFrame, match="another checksum"):
@@ -119,31 +117,37 @@ def test_garbage_is_refused_and_breaks_nothing(header: bytes, body: bytes) -> No
 
 def test_a_single_tensor_is_not_copied_on_its_way_out() -> None:
     hidden = torch.randn(4, 8)
-    _, body = encode(Result(call_id=1), [hidden])
+    _, body = encode(Result(call_id=1, tensor=hidden))
     assert body.__array_interface__["data"][0] == hidden.data_ptr()
 
 
 def test_a_message_that_came_in_one_frame_is_a_view_until_it_is_owned() -> None:
-    header, body = encode(Result(call_id=1), [torch.ones(3)])
+    header, body = encode(Result(call_id=1, tensor=torch.ones(3)))
     message = Assembly().take(header, memory := body.copy())
     assert message is not None
     assert message.is_view
-    (owned,) = message.owned()
+    assert isinstance(message.head, Result)
+    kept = owned(message.head)
     memory[:] = 0
-    assert torch.equal(owned, torch.ones(3))
+    assert torch.equal(kept.tensor, torch.ones(3))
+    assert torch.equal(message.head.tensor, torch.zeros(3))
 
 
 def test_a_new_message_within_one_that_is_not_complete_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "PIECE_BYTES", 16)
-    first = next(iter(pieces(*encode(Result(call_id=1), [torch.ones(30)]))))
+    first = next(iter(pieces(*encode(Result(call_id=1, tensor=torch.ones(30))))))
     assembly = Assembly()
     assert assembly.take(*first) is None
     with pytest.raises(BadFrame, match="a new message"):
         assembly.take(*encode(Ping()))
 
 
-def header_of(head: Head, **facts: Any) -> bytes:
-    return msgspec.msgpack.encode(framing.Header(head, **facts))
+def header_of(head: Any, **facts: Any) -> bytes:
+    raw = msgspec.Raw(msgspec.msgpack.encode(head))
+    return msgspec.msgpack.encode(framing.Header(raw, **facts))
+
+
+RESULT = {"type": "result", "call_id": 1, "tensor": 0}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_tensors_that_are_not_the_body_are_refused(parts: tuple[framing.Part, ..
     body = np.zeros(num_bytes, dtype=np.uint8)
     whole = checksum(body)
     with pytest.raises(BadFrame):
-        Assembly().take(header_of(Result(call_id=1), parts=parts, num_bytes=num_bytes, checksum=whole), body)
+        Assembly().take(header_of(RESULT, parts=parts, num_bytes=num_bytes, checksum=whole), body)
 
 
 def test_a_body_that_claims_to_be_huge_is_refused_before_memory_is_taken() -> None:
@@ -169,13 +173,33 @@ def test_a_body_that_claims_to_be_huge_is_refused_before_memory_is_taken() -> No
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("head", "num_arrays"),
     [
-        SettleCall(),
-        StepCall(max_query_len=1, max_context_len=1, has_last_tokens=False),
-        WriteCall(move_id="m", layer=0),
+        ({"type": "call", "call_id": 1, "call": {"type": "settle"}}, 1),
+        (
+            {
+                "type": "call",
+                "call_id": 0,
+                "call": {"type": "write", "move_id": "m", "layer": 0, "blocks": 0},
+            },
+            1,
+        ),
+        ({**RESULT, "tensor": 1}, 2),
+        ({**RESULT, "tensor": 0}, 2),
+        ({**RESULT, "tensor": 0}, 0),
+        ({**RESULT, "tensor": -1}, 1),
+        ({**RESULT, "tensor": "0"}, 1),
     ],
 )
-def test_calls_with_another_number_of_tensors_are_refused(facts: Any) -> None:
+def test_messages_with_other_arrays_than_they_have_are_refused(head: Any, num_arrays: int) -> None:
+    parts = (framing.Part("uint8", (64,)),) * num_arrays
+    body = np.zeros(64 * num_arrays, dtype=np.uint8)
+    header = header_of(head, parts=parts, num_bytes=body.size, checksum=checksum(body))
     with pytest.raises(BadFrame):
-        join_call(facts, [torch.ones(1)])
+        Assembly().take(header, body)
+
+
+def test_an_array_of_a_dtype_that_its_field_cannot_hold_is_refused() -> None:
+    header, body = encode(Call(call_id=1, call=ReadBlocks("m", None, torch.ones(1, dtype=torch.bfloat16))))
+    with pytest.raises(BadFrame):
+        Assembly().take(header, body)

@@ -9,6 +9,7 @@ import torch
 from hosting_links_scene import SECONDS, Scene, open_one
 
 from libs.engine.errors import MoveRefused, NoRoom
+from libs.engine.hosting.calls import RunLayers, Settle
 from libs.engine.hosting.port import HostLost
 from libs.model.layer import layer_bytes
 from libs.model.layer_weights import layer_tensors
@@ -16,7 +17,7 @@ from libs.transport.choose import make_transport
 from libs.transport.memory_transport import MemoryNetwork
 from libs.worker.migration.framing import encode
 from libs.worker.migration.owner.remote_host import HostCalls, HostLink
-from libs.worker.migration.protocol import Call, Leaving, Opened, Ping, SettleCall, WeightPiece
+from libs.worker.migration.protocol import Call, Leaving, Opened, Ping, WeightPiece
 
 
 @pytest.fixture
@@ -98,9 +99,11 @@ async def test_a_close_that_overtakes_its_open_leaves_nothing(scene: Scene) -> N
     [
         (b"nonsense", np.zeros(3, dtype=np.uint8)),
         encode(Opened(ask_id=1, num_blocks=1)),
-        encode(Call(call_id=0, facts=SettleCall())),
-        encode(Call(call_id=1, facts=SettleCall()), [torch.ones(1)]),
-        encode(WeightPiece(ask_id=1, move_id="m", layer=0, name="qkv.weight", first_byte=0)),
+        encode(Call(call_id=0, call=Settle())),
+        encode(Call(call_id=1, call=RunLayers("m", torch.ones(1)))),
+        encode(
+            WeightPiece(ask_id=1, move_id="m", layer=0, name="qkv.weight", first_byte=0, piece=torch.ones(1))
+        ),
     ],
 )
 async def test_garbage_ends_its_own_link_and_no_other(

@@ -1,12 +1,11 @@
 """What a home asks of the modules that a host runs for it. The host does it in the order of the calls.
 
 Block ids are the home's own: a host keeps, for each module, as many blocks as the home has, under the same
-ids. So block tables and slots of a step mean the same on both sides, and nobody translates.
+ids. So block tables and slots of a step mean the same on both sides, and nobody translates. Over a Link the
+structs travel as they are, their arrays in the body of the message.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,8 +14,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class BeginStep:
+class BeginStep(msgspec.Struct, frozen=True, eq=False, tag="step"):
     """The arrays of the step that the next calls belong to, shapes as in `AttentionBatch`. No answer."""
 
     positions: Int64
@@ -32,8 +30,7 @@ class BeginStep:
     """Rows whose hidden states are wanted of the model's last layer; None: all."""
 
 
-@dataclass(frozen=True, eq=False)
-class RunLayers:
+class RunLayers(msgspec.Struct, frozen=True, eq=False, tag="layers"):
     """All layers of a LAYERS module. Answer: hidden states `[T, d]`; of the model's last layer only the rows
     of `last_tokens`, and `[0, d]` where there are none."""
 
@@ -42,8 +39,7 @@ class RunLayers:
     """`[T, d]`."""
 
 
-@dataclass(frozen=True, eq=False)
-class Attend:
+class Attend(msgspec.Struct, frozen=True, eq=False, tag="attend"):
     """Attention of a HEADS module in one layer, k and v stored first. Answer:
     `[T, moved q heads, head_dim]`."""
 
@@ -56,8 +52,7 @@ class Attend:
     v: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class AttendLent:
+class AttendLent(msgspec.Struct, frozen=True, eq=False, tag="attend_lent"):
     """Attention over the blocks that a TOKENS module lends, in one layer; k and v of those tokens that lie
     there are stored first. Answer: `[T, Hq, head_dim + 1]` float32, last the log-sum-exp of each row (-inf
     where a query sees none of the blocks)."""
@@ -72,8 +67,7 @@ class AttendLent:
     v: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class WriteBlocks:
+class WriteBlocks(msgspec.Struct, frozen=True, eq=False, tag="write"):
     """KV into blocks. `kv` is `[n, slots, 2, block_size, head_dim]`: the module's slots, or with `layer`
     those of that layer. No answer."""
 
@@ -84,8 +78,7 @@ class WriteBlocks:
     kv: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class ReadBlocks:
+class ReadBlocks(msgspec.Struct, frozen=True, eq=False, tag="read"):
     """Answer: a copy, shaped as in `WriteBlocks`."""
 
     move_id: str
@@ -93,16 +86,15 @@ class ReadBlocks:
     blocks: Int64
 
 
-@dataclass(frozen=True, eq=False)
-class MoveBlocks:
-    """The home's blocks got other ids: the content follows, `moved` maps old to new. A module that is not in
-    use yet may have fewer blocks than that; it holds nothing of the others. No answer."""
+class MoveBlocks(msgspec.Struct, frozen=True, eq=False, tag="move"):
+    """The home's blocks got other ids: the content follows. A module that is not in use yet may have fewer
+    blocks than that; it holds nothing of the others. No answer."""
 
-    moved: Mapping[int, int] = field(default_factory=dict[int, int])
+    ids: Int64
+    """`[2, n]`: old ids, new ids."""
 
 
-@dataclass(frozen=True, eq=False)
-class Settle:
+class Settle(msgspec.Struct, frozen=True, eq=False, tag="settle"):
     """Answer: an empty tensor, once everything asked before is done."""
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Generator
 
+import numpy as np
 import torch
 
 from libs.engine.hosting.calls import (
@@ -54,9 +55,10 @@ class HostedCalls:
             case ReadBlocks():
                 return guest.any_module(call.move_id).kv.read(call.layer, call.blocks)
             case MoveBlocks():
+                moved = _moved(call)
                 for one in guest.modules.values():
                     if one.module.kind is not ModuleKind.TOKENS:  # those have ids of their own
-                        one.kv.move(call.moved)
+                        one.kv.move(moved)
             case Settle():
                 pass
         return torch.empty(0)
@@ -124,6 +126,13 @@ class HostedCalls:
                 f"{name} came as {tensor.dtype} {list(tensor.shape)}, not {self._dtype} {list(shape)}"
             )
         return tensor.to(self._device)
+
+
+def _moved(call: MoveBlocks) -> dict[int, int]:
+    """Old ids to new ones. Raises BadCall."""
+    if call.ids.dtype != np.int64 or call.ids.ndim != 2 or len(call.ids) != 2:
+        raise BadCall(f"ids of moved blocks are int64 [2, n], not {call.ids.dtype} {list(call.ids.shape)}")
+    return dict(call.ids.T.tolist())
 
 
 def _step(guest: Guest, here: HostedModule) -> HostedStep:

@@ -5,6 +5,8 @@ All changes happen between steps, with no step put aside: those know blocks by t
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from libs.engine.errors import NoRoom
 from libs.engine.forward.remote_kv import WholeKv
 from libs.engine.forward.runner import Runner
@@ -120,7 +122,7 @@ class Arrangement:
         if not moved:
             return
         if not placement.lent():  # lent blocks are named by their host
-            self._kv.hosts.tell_all(MoveBlocks(moved))
+            self._kv.hosts.tell_all(MoveBlocks(np.array([list(moved), list(moved.values())], dtype=np.int64)))
         if self.on_moved is not None:
             self.on_moved(moved)
 

@@ -1,8 +1,8 @@
 """Messages between home and host as frames of a Link.
 
-A message is a head and tensors. Its tensors lie one after the other in the body, each at a multiple of
-`ALIGNMENT_BYTES`; dtypes, shapes and the xxh3-64 of the whole body are in the header. A body above
-`PIECE_BYTES` is cut: the frames that follow the first have no header.
+A message is one of `protocol.Head`. Its arrays lie one after the other in the body, in the order of its fields,
+each at a multiple of `ALIGNMENT_BYTES`; dtypes, shapes and the xxh3-64 of the whole body are in the header. A
+body above `PIECE_BYTES` is cut: the frames that follow the first have no header.
 """
 
 import asyncio
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 
 from libs.kv.checksum import checksum
@@ -38,6 +39,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 Tensor = torch.Tensor | NDArray[Any]
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class BadFrame(Exception):
@@ -54,7 +56,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """The header of a message's first frame."""
 
-    head: Head
+    head: msgspec.Raw
+    """A `Head`; where it has an array, the array's place among `parts`."""
     parts: tuple[Part, ...] = ()
     num_bytes: int = 0
     checksum: int = 0
@@ -65,27 +68,41 @@ class Message:
     """A message as it came in."""
 
     head: Head
-    tensors: tuple[torch.Tensor, ...] = ()
     is_view: bool = False
-    """The tensors are views of the frame's memory: `owned` before it is released."""
-
-    def owned(self) -> "tuple[torch.Tensor, ...]":
-        """The tensors in memory of their own."""
-        return tuple(tensor.clone() for tensor in self.tensors) if self.is_view else self.tensors
+    """Its arrays are views of the frame's memory: `owned` before that is released."""
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
 
 
-def encode(head: Head, tensors: Sequence[Tensor] = ()) -> tuple[bytes, Bytes]:
+def encode(head: Head) -> tuple[bytes, Bytes]:
     """Header and body. A single contiguous tensor on the CPU is not copied: leave it unchanged."""
-    if not tensors:
-        return _encoder.encode(Header(head)), _NO_BYTES
-    arrays = [_bytes_of(tensor) for tensor in tensors]
+    found: list[Tensor] = []
+
+    def place(array: Any) -> int:
+        if not isinstance(array, torch.Tensor | np.ndarray):
+            raise NotImplementedError(f"a {type(array).__name__} does not travel")
+        found.append(array)
+        return len(found) - 1
+
+    raw = msgspec.Raw(msgspec.msgpack.encode(head, enc_hook=place))
+    if not found:
+        return _encoder.encode(Header(raw)), _NO_BYTES
+    arrays = [_bytes_of(tensor) for tensor in found]
     body = arrays[0] if len(arrays) == 1 else _joined(arrays)
-    parts = tuple(Part(dtype_name(tensor), tuple(tensor.shape)) for tensor in tensors)
-    return _encoder.encode(Header(head, parts, body.size, checksum(body))), body
+    parts = tuple(Part(dtype_name(tensor), tuple(tensor.shape)) for tensor in found)
+    return _encoder.encode(Header(raw, parts, body.size, checksum(body))), body
+
+
+def owned(struct: S) -> S:
+    """The struct with arrays in memory of their own."""
+    arrays = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value.copy()
+        for name, value in asdict(struct).items()
+        if isinstance(value, torch.Tensor | np.ndarray)
+    }
+    return replace(struct, **arrays)
 
 
 def pieces(header: bytes, body: Bytes) -> Iterator[tuple[bytes, Bytes]]:
@@ -102,13 +119,16 @@ class Assembly:
         self._header: Header | None = None
         self._body = _NO_BYTES
         self._num_taken = 0
+        self._heads = msgspec.msgpack.Decoder(Head, dec_hook=self._array)
+        self._arrays: Sequence[torch.Tensor] = ()
+        self._num_placed = 0
 
     def take(self, header: bytes, body: Bytes) -> Message | None:
         """The message that this frame completes; None while more are to come. Raises BadFrame."""
         if self._header is None:
             first = _decoded(header)
             if body.size == first.num_bytes:
-                return _message(first, body, is_view=True)
+                return self._message(first, body, is_view=True)
             if body.size > first.num_bytes:
                 raise BadFrame(f"a body of {body.size} bytes where {first.num_bytes} were announced")
             self._header, self._body = first, np.empty(first.num_bytes, dtype=np.uint8)
@@ -125,7 +145,29 @@ class Assembly:
         if end < self._body.size:
             return None
         whole, self._header, self._body, self._num_taken = self._body, None, _NO_BYTES, 0
-        return _message(header, whole, is_view=False)
+        return self._message(header, whole, is_view=False)
+
+    def _message(self, header: Header, body: Bytes, *, is_view: bool) -> Message:
+        if body.size and checksum(body) != header.checksum:
+            raise BadFrame(f"a body of {body.size} bytes arrived with another checksum")
+        try:
+            self._arrays, self._num_placed = _tensors(header, body), 0
+            head = self._heads.decode(header.head)
+        except (msgspec.DecodeError, RuntimeError, TypeError, OverflowError) as error:
+            raise BadFrame(f"arrays of shapes {[part.shape for part in header.parts]}: {error}") from error
+        if self._num_placed != len(self._arrays):
+            raise BadFrame(
+                f"{type(head).__name__} with {len(self._arrays)} arrays; it has {self._num_placed}"
+            )
+        return Message(head, is_view and bool(body.size))
+
+    def _array(self, kind: type, place: object) -> Tensor:
+        """The next array of the message, as its field has it."""
+        if place != self._num_placed or self._num_placed >= len(self._arrays):
+            raise ValueError(f"array {place} where {self._num_placed} of {len(self._arrays)} is due")
+        self._num_placed += 1
+        tensor = self._arrays[self._num_placed - 1]
+        return tensor if kind is torch.Tensor else tensor.numpy()
 
 
 def _decoded(header: bytes) -> Header:
@@ -136,15 +178,6 @@ def _decoded(header: bytes) -> Header:
     if not 0 <= decoded.num_bytes <= MAX_BODY_BYTES:
         raise BadFrame(f"a body of {decoded.num_bytes} bytes; at most {MAX_BODY_BYTES} are taken")
     return decoded
-
-
-def _message(header: Header, body: Bytes, *, is_view: bool) -> Message:
-    if body.size and checksum(body) != header.checksum:
-        raise BadFrame(f"{type(header.head).__name__} of {body.size} bytes arrived with another checksum")
-    try:
-        return Message(header.head, _tensors(header, body), is_view)
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise BadFrame(f"tensors of shapes {[part.shape for part in header.parts]}: {error}") from error
 
 
 def _tensors(header: Header, body: Bytes) -> tuple[torch.Tensor, ...]:
@@ -211,9 +244,9 @@ class Outgoing:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
 
-    def put(self, head: Head, tensors: Sequence[Tensor] = ()) -> bool:
+    def put(self, head: Head) -> bool:
         """Never waits. False after `close`: it goes nowhere."""
-        header, body = encode(head, tensors)
+        header, body = encode(head)
         with self._lock:
             if self._is_closed:
                 return False

@@ -1,13 +1,11 @@
-"""What a home and a host tell each other over their Link, apart from the tensors.
-
-The calls are those of `libs.engine.hosting.calls`, without their arrays: these follow in the body, in the
-order in which the call's fields are declared.
-"""
+"""What a home and a host tell each other over their Links. `framing` sends the arrays of a message behind it."""
 
 from enum import Enum
 
 import msgspec
+import torch
 
+from libs.engine.hosting.calls import HostedCall
 from libs.placement.module import Module
 
 
@@ -47,7 +45,7 @@ class OpenRefused(msgspec.Struct, frozen=True, kw_only=True, tag="open_refused")
     detail: str
 
 
-class WeightPiece(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
+class WeightPiece(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="weights"):
     """Bytes from `first_byte` on of one tensor of an open module. home -> host, answered by WeightsAt or
     OpenRefused. Names and shapes are those of `libs.model.layer_weights`."""
 
@@ -56,6 +54,7 @@ class WeightPiece(msgspec.Struct, frozen=True, kw_only=True, tag="weights"):
     layer: int
     name: str
     first_byte: int
+    piece: torch.Tensor
 
 
 class WeightsAt(msgspec.Struct, frozen=True, kw_only=True, tag="weights_at"):
@@ -77,71 +76,18 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
     ask_id: int
 
 
-class StepCall(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """BeginStep."""
-
-    max_query_len: int
-    max_context_len: int
-    has_last_tokens: bool
-
-
-class LayersCall(msgspec.Struct, frozen=True, kw_only=True, tag="layers"):
-    """RunLayers."""
-
-    move_id: str
-
-
-class AttendCall(msgspec.Struct, frozen=True, kw_only=True, tag="attend"):
-    """Attend."""
-
-    move_id: str
-    layer: int
-
-
-class AttendLentCall(msgspec.Struct, frozen=True, kw_only=True, tag="attend_lent"):
-    """AttendLent."""
-
-    move_id: str
-    layer: int
-    first_block: int
-
-
-class WriteCall(msgspec.Struct, frozen=True, kw_only=True, tag="write"):
-    """WriteBlocks."""
-
-    move_id: str
-    layer: int | None
-
-
-class ReadCall(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
-    """ReadBlocks."""
-
-    move_id: str
-    layer: int | None
-
-
-class MoveCall(msgspec.Struct, frozen=True, kw_only=True, tag="move"):
-    """MoveBlocks; body: old ids, new ids."""
-
-
-class SettleCall(msgspec.Struct, frozen=True, kw_only=True, tag="settle"):
-    """Settle."""
-
-
-CallFacts = StepCall | LayersCall | AttendCall | AttendLentCall | WriteCall | ReadCall | MoveCall | SettleCall
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="call"):
     """One call, done in order. home -> host, answered by Result or CallFailed where `call_id` is not 0."""
 
     call_id: int
-    facts: CallFacts
+    call: HostedCall
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
-    """What a call gave; body: one tensor. host -> home."""
+class Result(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="result"):
+    """What a call gave. host -> home."""
 
     call_id: int
+    tensor: torch.Tensor
 
 
 class CallFailed(msgspec.Struct, frozen=True, kw_only=True, tag="call_failed"):

@@ -15,8 +15,7 @@ import structlog
 from libs.engine.hosting.calls import ANSWERED, HostedCall, WriteBlocks
 from libs.engine.hosting.port import Answer, HostLost
 from libs.transport.port import Link, LinkLost, Received
-from libs.worker.migration.call_codec import join_call
-from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing
+from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing, owned
 from libs.worker.migration.host.server import MAX_DETAIL_CHARACTERS
 from libs.worker.migration.protocol import Call, CallFailed, Result
 
@@ -100,10 +99,8 @@ class GuestCalls:
         if not isinstance(head, Call):
             raise BadFrame(f"a home sent {type(head).__name__} where calls come")
         # Blocks may be large, and are of no use once written; the arrays of a step live until the next one.
-        is_kept = message.is_view and not head.call_id
-        call = join_call(head.facts, message.tensors if is_kept else message.owned())
-        if is_kept and not isinstance(call, WriteBlocks):
-            is_kept, call = False, join_call(head.facts, message.owned())
+        is_kept = message.is_view and isinstance(head.call, WriteBlocks)
+        call = owned(head.call) if message.is_view and not is_kept else head.call
         if isinstance(call, ANSWERED) != bool(head.call_id):
             raise BadFrame(f"{type(call).__name__} with answer id {head.call_id}")
         number = next(self._numbers)

@@ -138,7 +138,7 @@ class Guest:
             case Open() as head:
                 self._opening[head.move_id] = tasks.create_task(self._open(head))
             case WeightPiece() as head:
-                layers, tensors = self._take_weights(head, message)
+                layers, tensors = self._take_weights(head)
                 if tensors:
                     tasks.create_task(self._build_layer(head, tensors, layers))
                 else:
@@ -189,13 +189,13 @@ class Guest:
         return None
 
     def _take_weights(
-        self, head: WeightPiece, message: Message
+        self, head: WeightPiece
     ) -> tuple[MutableMapping[int, Layer], Mapping[str, torch.Tensor]]:
         """The module's layers, and the tensors of one that is whole now, if it is."""
-        if (found := self._weights.get(head.move_id)) is None or len(message.tensors) != 1:
+        if (found := self._weights.get(head.move_id)) is None:
             raise BadFrame(f"weights of the module {head.move_id!r}, which awaits none")
         incoming, layers = found
-        return layers, incoming.take(head.layer, head.name, head.first_byte, message.tensors[0])
+        return layers, incoming.take(head.layer, head.name, head.first_byte, head.piece)
 
     async def _build_layer(
         self, head: WeightPiece, tensors: Mapping[str, torch.Tensor], layers: MutableMapping[int, Layer]

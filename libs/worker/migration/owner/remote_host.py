@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -16,8 +16,7 @@ from libs.engine.hosting.calls import ANSWERED, HostedCall, Settle
 from libs.engine.hosting.port import Answer, HostLost
 from libs.placement.module import Module
 from libs.transport.port import Link, LinkError, LinkLost, Received
-from libs.worker.migration.call_codec import split_call
-from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing
+from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing, owned
 from libs.worker.migration.protocol import (
     Call,
     CallFailed,
@@ -128,7 +127,6 @@ class HostCalls:
             answer.give(_NOTHING)
 
     def _post(self, call: HostedCall, answer: Answer) -> None:
-        facts, tensors = split_call(call)
         with self._lock:
             if self._lost is not None:
                 answer.fail(self._lost)
@@ -137,7 +135,7 @@ class HostCalls:
             if isinstance(call, ANSWERED):
                 call_id = next(self._ids)
                 self._answers[call_id] = answer, time.perf_counter()
-        if not self._outgoing.put(Call(call_id=call_id, facts=facts), tensors):
+        if not self._outgoing.put(Call(call_id=call_id, call=call)):
             answer.fail(self.lose("nothing can be sent to it any more"))
 
     def _link_lost(self, error: LinkLost) -> None:
@@ -157,10 +155,8 @@ class HostCalls:
     def _handle(self, message: Message) -> None:
         match message.head:
             case Result() as result:
-                if len(message.tensors) != 1:
-                    raise BadFrame(f"a result of {len(message.tensors)} tensors")
                 if (answer := self._answer(result.call_id)) is not None:
-                    answer.give(*message.owned())
+                    answer.give((owned(result) if message.is_view else result).tensor)
             case CallFailed() as failed:
                 if (answer := self._answer(failed.call_id)) is not None:
                     answer.fail(HostLost(self.worker, failed.detail))
@@ -248,8 +244,9 @@ class HostLink:
 
         `piece` are its bytes from `first_byte` on. Raises MoveRefused, HostLost.
         """
-        head = partial(WeightPiece, move_id=move_id, layer=layer, name=name, first_byte=first_byte)
-        await self._ask(head, (piece,))
+        await self._ask(
+            partial(WeightPiece, move_id=move_id, layer=layer, name=name, first_byte=first_byte, piece=piece)
+        )
 
     async def close_module(self, move_id: str) -> None:
         """Have it freed. Raises HostLost, which frees it as well."""
@@ -287,14 +284,14 @@ class HostLink:
         for ask_id in self._asks:
             self._end_ask(ask_id, None, self._lost)
 
-    async def _ask(self, head: Callable[..., Head], tensors: Sequence[torch.Tensor] = ()) -> Head:
+    async def _ask(self, head: Callable[..., Head]) -> Head:
         if self._lost is not None:
             raise self._lost
         ask_id = next(self._ids)
         answer: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
         self._asks[ask_id] = answer
         try:
-            self._outgoing.put(head(ask_id=ask_id), tensors)
+            self._outgoing.put(head(ask_id=ask_id))
             async with asyncio.timeout(self._timeout_seconds):
                 return await answer
         except TimeoutError:
