@@ -241,7 +241,7 @@ async def test_only_the_wanted_rows_of_the_last_layer_come_back(stage: Stage) ->
     home = Home(MODEL, TABLES)
     begun = home.step([4, 9, 2])
     for rows in ([3, 14], []):
-        fields = {name: getattr(begun, name) for name in BeginStep.__dataclass_fields__}
+        fields = {name: getattr(begun, name) for name in BeginStep.__struct_fields__}
         stage.host.call(BeginStep(**{**fields, "last_tokens": np.array(rows, dtype=np.int64)}))
         came = await stage.ask(RunLayers("m", home.hidden[2]))
         assert came.shape == (len(rows), MODEL.config.hidden_size)

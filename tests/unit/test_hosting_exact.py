@@ -1,12 +1,11 @@
 """What a host computes equals what the home would have computed itself."""
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
 import torch
 from hosting_scene import BLOCK_SIZE, MODELS, NUM_BLOCKS, Home, HostScene
+from msgspec.structs import replace
 
 from kernels.paged_attention.contract import merge_attended
 from libs.engine.hosting.calls import (

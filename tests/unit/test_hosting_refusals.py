@@ -1,12 +1,12 @@
 """A home that asks for what cannot be harms itself alone."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hosting_scene import MODELS, NUM_BLOCKS, Home, HostScene
+from msgspec.structs import replace
 
 from libs.engine.errors import MoveRefused
 from libs.engine.hosting.calls import (

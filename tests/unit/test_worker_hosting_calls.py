@@ -8,7 +8,7 @@ import pytest
 import torch
 from hosting_links_scene import SECONDS, Scene, open_one
 
-from libs.engine.hosting.calls import HostedCall, ReadBlocks, RunLayers, Settle, WriteBlocks
+from libs.engine.hosting.calls import HostedCall, RunLayers, Settle, WriteBlocks
 from libs.engine.hosting.port import Answer, HostLost
 from libs.worker.migration.framing import encode
 from libs.worker.migration.owner import remote_host
@@ -29,8 +29,7 @@ async def scene() -> AsyncGenerator[Scene]:
         (b"nonsense", np.zeros(3, dtype=np.uint8)),
         encode(Ping()),
         encode(Call(call_id=0, call=Settle())),
-        encode(Call(call_id=1, call=ReadBlocks("m", None, np.ones(1, dtype=np.int64))))[:1]
-        + encode(Ping())[1:],
+        encode(Call(call_id=1, call=WriteBlocks("m", None, np.zeros(1, dtype=np.int64), torch.zeros(1)))),
         encode(Result(call_id=1, tensor=torch.ones(1))),
     ],
 )

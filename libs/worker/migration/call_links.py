@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
+from libs.engine.hosting.hosting import Hosting
 from libs.engine.hosting.port import HostLost
 from libs.engine.thread_loop import ThreadLoop
 from libs.transport.port import LinkError, LinkLost, Listener, Transport
-from libs.worker.migration.host.calls import GuestCalls, TakesCalls
+from libs.worker.migration.host.calls import GuestCalls
 from libs.worker.migration.owner.remote_host import HostCalls
 from libs.worker.migration.threads import LoopEnded, run_on_loop
 
@@ -57,7 +58,7 @@ class CallLinks:
         """From now on there is an `address`. Raises ListenFailed."""
         await run_on_loop(self._loop, self._listen(host))
 
-    async def accept(self, hosting: TakesCalls) -> None:
+    async def accept(self, hosting: Hosting) -> None:
         """Take calls of guests, until the listener closes or the loop ends."""
         with suppress(LoopEnded, LinkLost):
             await run_on_loop(self._loop, self._accept(hosting))
@@ -111,7 +112,7 @@ class CallLinks:
     async def _listen(self, host: str) -> None:
         self._listener = await self._opened().listen(host)
 
-    async def _accept(self, hosting: TakesCalls) -> None:
+    async def _accept(self, hosting: Hosting) -> None:
         while self._listener is not None:
             link = await self._listener.accept()
             if (before := self._guests.get(link.peer)) is not None:

@@ -1,8 +1,8 @@
 """Messages between home and host as frames of a Link.
 
-A message is one of `protocol.Head`. Its arrays lie one after the other in the body, in the order of its fields,
-each at a multiple of `ALIGNMENT_BYTES`; dtypes, shapes and the xxh3-64 of the whole body are in the header. A
-body above `PIECE_BYTES` is cut: the frames that follow the first have no header.
+A message is one of `protocol.Head`. Its arrays lie one after the other in the body, in the order of its
+fields, each at a multiple of `ALIGNMENT_BYTES`; dtypes, shapes and the xxh3-64 of the whole body are in the
+header. A body above `PIECE_BYTES` is cut: the frames that follow the first have no header.
 """
 
 import asyncio
@@ -155,10 +155,10 @@ class Assembly:
             head = self._heads.decode(header.head)
         except (msgspec.DecodeError, RuntimeError, TypeError, OverflowError) as error:
             raise BadFrame(f"arrays of shapes {[part.shape for part in header.parts]}: {error}") from error
-        if self._num_placed != len(self._arrays):
-            raise BadFrame(
-                f"{type(head).__name__} with {len(self._arrays)} arrays; it has {self._num_placed}"
-            )
+        finally:
+            num_arrays, self._arrays = len(self._arrays), ()  # they hold on to the frame's memory
+        if self._num_placed != num_arrays:
+            raise BadFrame(f"{type(head).__name__} with {num_arrays} arrays, not {self._num_placed}")
         return Message(head, is_view and bool(body.size))
 
     def _array(self, kind: type, place: object) -> Tensor:

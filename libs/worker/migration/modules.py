@@ -2,54 +2,21 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from libs.bus.messages.migration import DenialReason, MoveDenied
 from libs.bus.messages.presence import ServiceKind
-from libs.engine.thread_loop import ThreadLoop
+from libs.engine.engine import Engine
 from libs.model.model import Model
 from libs.runtime.roster import Roster, RosterChange
 from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
 from libs.worker.migration.call_links import CallLinks
-from libs.worker.migration.host.calls import TakesCalls
-from libs.worker.migration.host.server import HostingServer, ModuleHosting
+from libs.worker.migration.host.server import HostingServer
 from libs.worker.migration.host.weights import form_of
 from libs.worker.migration.metrics import MoveMetrics
-from libs.worker.migration.owner.connections import HostLinks
-from libs.worker.migration.owner.engine import Home
 from libs.worker.migration.owner.migrations import Mover
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import block_shape_of, fingerprint_of, max_model_len_of
-
-_PINGS_PER_LEASE = 3
-
-
-class EngineHosting(ModuleHosting, TakesCalls, Protocol):
-    """Modules of others in an engine: `libs.engine.hosting.hosting.Hosting`."""
-
-
-class HostingEngine(Protocol):
-    """An engine as both sides of hosting see it: `libs.engine.engine.Engine`."""
-
-    @property
-    def moving(self) -> Home:
-        """Moves of the own modules."""
-        ...
-
-    @property
-    def hosting(self) -> EngineHosting:
-        """Modules of others that run here."""
-        ...
-
-    @property
-    def own_loop(self) -> ThreadLoop:
-        """The loop that the engine's thread turns."""
-        ...
-
-    def wake(self) -> None:
-        """An answer from a host is there. From any thread."""
-        ...
 
 
 class Modules:
@@ -61,7 +28,7 @@ class Modules:
         transport: Transport,
         settings: WorkerSettings,
         model: Model,
-        engine: HostingEngine,
+        engine: Engine,
         roster: Roster,
         *,
         open_transport: Callable[[], Transport],
@@ -72,17 +39,6 @@ class Modules:
         self._form, self._engine = form_of(model), engine
         self._fingerprint = fingerprint_of(settings, model)
         metrics = MoveMetrics(runtime.registry)
-        self._mover = Mover(
-            runtime,
-            settings,
-            engine.moving,
-            roster,
-            metrics,
-            engine.hosting.hosted,
-            fingerprint=self._fingerprint,
-            slot_bytes=block_shape_of(model, settings.block_size).num_bytes // model.config.num_kv_heads,
-            max_model_len=max_model_len_of(settings, model),
-        )
         self._calls = CallLinks(
             engine.own_loop if transport.spans_loops else None,
             open_transport if transport.spans_loops else lambda: transport,
@@ -91,17 +47,18 @@ class Modules:
             on_call_done=metrics.host_call_seconds.observe,
             on_hosted_call_done=metrics.hosted_call_seconds.observe,
         )
-        self._mover.attach(
-            HostLinks(
-                transport,
-                self._calls,
-                roster,
-                runtime.spawn,
-                self._mover,
-                fingerprint=self._fingerprint,
-                timeout_seconds=settings.hosting_timeout_seconds,
-                ping_seconds=settings.lease_seconds / _PINGS_PER_LEASE,
-            )
+        self._mover = Mover(
+            runtime,
+            settings,
+            engine.moving,
+            roster,
+            metrics,
+            engine.hosting.hosted,
+            transport,
+            self._calls,
+            fingerprint=self._fingerprint,
+            slot_bytes=block_shape_of(model, settings.block_size).num_bytes // model.config.num_kv_heads,
+            max_model_len=max_model_len_of(settings, model),
         )
         engine.moving.listen(self._mover.placement_changed)
         metrics.watch(

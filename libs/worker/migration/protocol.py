@@ -1,4 +1,4 @@
-"""What a home and a host tell each other over their Links. `framing` sends the arrays of a message behind it."""
+"""Messages between a home and a host over their Links; `framing` sends the arrays of each behind it."""
 
 from enum import Enum
 

@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Protocol
 
 import structlog
 
-from libs.engine.hosting.calls import ANSWERED, HostedCall, WriteBlocks
+from libs.engine.hosting.calls import ANSWERED, WriteBlocks
+from libs.engine.hosting.hosting import Hosting
 from libs.engine.hosting.port import Answer, HostLost
 from libs.transport.port import Link, LinkLost, Received
 from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing, owned
@@ -20,14 +20,6 @@ from libs.worker.migration.host.server import MAX_DETAIL_CHARACTERS
 from libs.worker.migration.protocol import Call, CallFailed, Result
 
 log = structlog.get_logger()
-
-
-class TakesCalls(Protocol):
-    """What calls need of the engine that hosts: `libs.engine.hosting.hosting.Hosting`."""
-
-    def call(self, guest: str, call: HostedCall, answer: Answer) -> None:
-        """Do it after what this guest asked before; `answer` is given when it is done. Never waits."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +40,7 @@ class GuestCalls:
     def __init__(
         self,
         link: Link,
-        hosting: TakesCalls,
+        hosting: Hosting,
         *,
         send_timeout_seconds: float,
         on_call_done: Callable[[float], None],
@@ -127,6 +119,6 @@ class GuestCalls:
             return
         self._on_call_done(time.perf_counter() - done.began)
         try:
-            self._outgoing.put(Result(call_id=done.call_id), (done.answer.result(),))
+            self._outgoing.put(Result(call_id=done.call_id, tensor=done.answer.result()))
         except HostLost as error:
             self._outgoing.put(CallFailed(call_id=done.call_id, detail=error.why[:MAX_DETAIL_CHARACTERS]))

@@ -4,15 +4,14 @@ import asyncio
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import structlog
 import torch
 
 from libs.engine.errors import EngineError, NoRoom
+from libs.engine.hosting.hosting import Hosting
 from libs.model.layer import Layer
-from libs.placement.module import Module
-from libs.placement.placement import Hosted
 from libs.runtime.runtime import Spawn
 from libs.transport.port import Link, LinkError, Listener, Received
 from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing
@@ -38,36 +37,6 @@ MAX_DETAIL_CHARACTERS = 1000
 log = structlog.get_logger()
 
 
-class ModuleHosting(Protocol):
-    """What a guest needs of the engine that hosts it: `libs.engine.hosting.hosting.Hosting`."""
-
-    async def open(
-        self,
-        guest: str,
-        move_id: str,
-        module: Module,
-        *,
-        num_blocks_wanted: int,
-        num_blocks_least: int,
-        layers: MutableMapping[int, Layer] | None,
-        weight_bytes: int = 0,
-    ) -> int:
-        """Blocks granted. `layers` is filled before the first call. Raises NoRoom, MoveRefused."""
-        ...
-
-    async def close(self, guest: str, move_id: str) -> None:
-        """Free a module. Unknown ones are ignored."""
-        ...
-
-    async def close_guest(self, guest: str) -> None:
-        """Free all that this guest has here."""
-        ...
-
-    def hosted(self) -> tuple[Hosted, ...]:
-        """All modules here."""
-        ...
-
-
 class Guest:
     """Serves one Link until it is lost, or silent for longer than `lease_seconds`; then nothing of it is
     left here. Its calls come over another, see `guest_calls`. `on_change` hears when modules came or left."""
@@ -75,7 +44,7 @@ class Guest:
     def __init__(
         self,
         link: Link,
-        hosting: ModuleHosting,
+        hosting: Hosting,
         form: LayerForm,
         *,
         fingerprint: str,
@@ -223,7 +192,7 @@ class HostingServer:
     def __init__(
         self,
         listener: Listener,
-        hosting: ModuleHosting,
+        hosting: Hosting,
         form: LayerForm,
         spawn: Spawn,
         on_change: Callable[[], None],

@@ -1,7 +1,7 @@
 """Links from a home to the hosts of its modules, two to each: one for calls, one for all else."""
 
 import asyncio
-from typing import Protocol
+from collections.abc import Callable
 
 import structlog
 
@@ -15,20 +15,9 @@ from libs.worker.migration.owner.remote_host import HostCalls, HostLink
 log = structlog.get_logger()
 
 
-class HostEvents(Protocol):
-    """What comes from hosts unasked. Called on the loop."""
-
-    def host_lost(self, worker: str, why: str) -> None:
-        """Its Link is over."""
-        ...
-
-    def host_leaving(self, worker: str) -> None:
-        """It is about to end, and asks to take modules back."""
-        ...
-
-
 class HostLinks:
-    """By incarnation; made when one is first needed."""
+    """By incarnation; made when first needed. `on_lost` hears which host is lost and why, `on_leaving` which
+    host asks for its modules to be taken back."""
 
     def __init__(
         self,
@@ -36,13 +25,15 @@ class HostLinks:
         calls: CallLinks,
         roster: Roster,
         spawn: Spawn,
-        events: HostEvents,
+        on_lost: Callable[[str, str], None],
+        on_leaving: Callable[[str], None],
         *,
         fingerprint: str,
         timeout_seconds: float,
         ping_seconds: float,
     ) -> None:
-        self._transport, self._calls, self._spawn, self._events = transport, calls, spawn, events
+        self._transport, self._calls, self._spawn = transport, calls, spawn
+        self._on_lost, self._on_leaving = on_lost, on_leaving
         self._roster, self._fingerprint = roster, fingerprint
         self._timeout_seconds, self._ping_seconds = timeout_seconds, ping_seconds
         self._links: dict[str, HostLink] = {}
@@ -87,7 +78,7 @@ class HostLinks:
             link,
             calls,
             fingerprint=self._fingerprint,
-            on_leaving=lambda: self._events.host_leaving(worker),
+            on_leaving=lambda: self._on_leaving(worker),
             timeout_seconds=self._timeout_seconds,
             ping_seconds=self._ping_seconds,
         )
@@ -97,7 +88,7 @@ class HostLinks:
             self._spawn("drop-host", host.close(why))
 
     def drop(self, worker: str, why: str) -> None:
-        """Cut the Link, if there is one; `host_lost` is not told of it. Who connects again gets a new one."""
+        """Cut the Link, if there is one; `on_lost` is not told of it. Who connects again gets a new one."""
         if (host := self._links.pop(worker, None)) is not None:
             self._spawn("drop-host", host.close(why))
 
@@ -106,5 +97,5 @@ class HostLinks:
         log.info("host_link_ended", host=host.worker, reason=reason)
         if self._links.get(host.worker) is host:
             del self._links[host.worker]
-            self._events.host_lost(host.worker, reason)
+            self._on_lost(host.worker, reason)
         await self._calls.drop(host.calls)

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from libs.engine.errors import NoRoom
 from libs.engine.hosting.port import HostLost
+from libs.engine.moving import Moving
 from libs.model.layer_weights import layer_tensors, layer_weight_bytes
 from libs.model.model import Model
 from libs.placement.placement import Placed
 from libs.worker.migration.framing import PIECE_BYTES
-from libs.worker.migration.owner.engine import Home
 from libs.worker.migration.owner.remote_host import HostLink
 from libs.worker.migration.threads import run_in_thread
 
@@ -76,7 +76,7 @@ class Away:
 
     def __init__(
         self,
-        home: Home,
+        home: Moving,
         connect: Callable[[], Awaitable[HostLink]],
         placed: Placed,
         *,
@@ -157,7 +157,7 @@ class Away:
 class Return:
     """Home again. `find` gives the Link that stands, if it does."""
 
-    def __init__(self, home: Home, find: Callable[[], HostLink | None], placed: Placed) -> None:
+    def __init__(self, home: Moving, find: Callable[[], HostLink | None], placed: Placed) -> None:
         self._home, self._find, self._placed = home, find, placed
         self.num_weight_bytes = 0  # they are read where the model was loaded from
         self._beginning = _Beginning()

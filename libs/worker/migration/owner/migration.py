@@ -11,12 +11,12 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from libs.bus.messages.migration import MoveRecord
 from libs.engine.errors import EngineError
+from libs.engine.moving import Moving
 from libs.model.errors import ModelError
 from libs.placement.phases import MovePhase, can_abandon, is_over
 from libs.placement.placement import BadPlacement
 from libs.telemetry.traces import end_span, start_span, traceparent_of
 from libs.worker.migration.owner.directions import Way
-from libs.worker.migration.owner.engine import Home
 
 FEW_BLOCKS = 8
 """So little left is copied in the switch itself."""
@@ -104,7 +104,7 @@ class Move:
     def __init__(
         self,
         record: MoveRecord,
-        home: Home,
+        home: Moving,
         way: Way,
         pace: Pace,
         on_change: Callable[[MoveRecord], None],

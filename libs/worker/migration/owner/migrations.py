@@ -22,15 +22,17 @@ from libs.bus.messages.migration import (
 from libs.bus.subscriptions import Subscription
 from libs.engine.errors import EngineClosed, EngineError
 from libs.engine.hosting.port import HostLost
+from libs.engine.moving import Moving
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Hosted, Placed, Placement
 from libs.runtime.roster import Roster
 from libs.runtime.runtime import Runtime
+from libs.transport.port import Transport
+from libs.worker.migration.call_links import CallLinks
 from libs.worker.migration.metrics import MoveMetrics
 from libs.worker.migration.owner.connections import HostLinks
 from libs.worker.migration.owner.directions import Away, Return, Way
-from libs.worker.migration.owner.engine import Home
 from libs.worker.migration.owner.migration import Move, Pace
 from libs.worker.migration.owner.orders import Refused, Standing, placed_by
 from libs.worker.migration.owner.remote_host import HostLink
@@ -41,6 +43,7 @@ MIB = 1 << 20
 _MAX_RECORDS = 64
 """Of moves that ended; an order that comes twice is known by them."""
 _NUM_TOLD = 8
+_PINGS_PER_LEASE = 3
 _DEPARTED_SECONDS = 1.0
 """What a host that left the mesh may take to say that it is there all the same."""
 
@@ -48,16 +51,18 @@ log = structlog.get_logger()
 
 
 class Mover:
-    """One per worker. `links` is set by `attach`: Links report what happens to them to the Mover."""
+    """One per worker."""
 
     def __init__(
         self,
         runtime: Runtime,
         settings: WorkerSettings,
-        home: Home,
+        home: Moving,
         roster: Roster,
         metrics: MoveMetrics,
         hosted: Callable[[], tuple[Hosted, ...]],
+        transport: Transport,
+        calls: CallLinks,
         *,
         fingerprint: str,
         slot_bytes: int,
@@ -66,6 +71,17 @@ class Mover:
         self._runtime, self._settings, self._home, self._roster = runtime, settings, home, roster
         self._metrics, self._hosted = metrics, hosted
         self._fingerprint, self._slot_bytes, self._max_model_len = fingerprint, slot_bytes, max_model_len
+        self._links = HostLinks(
+            transport,
+            calls,
+            roster,
+            runtime.spawn,
+            self.host_lost,
+            self.host_leaving,
+            fingerprint=fingerprint,
+            timeout_seconds=settings.hosting_timeout_seconds,
+            ping_seconds=settings.lease_seconds / _PINGS_PER_LEASE,
+        )
         self._telling = Telling(runtime.bus, self._told)
         self._records: OrderedDict[str, MoveRecord] = OrderedDict()
         self._counted = home.placement, home.num_total_blocks
@@ -77,10 +93,6 @@ class Mover:
         self._ids = count(1)
         self._subscriptions: list[Subscription] = []
         self.is_draining = self._has_let_go = False
-
-    def attach(self, links: HostLinks) -> None:
-        """Once, before `open`."""
-        self._links = links
 
     @property
     def busy_with(self) -> str:
