@@ -4,12 +4,9 @@ from typing import Literal
 
 from libs.transport.credits import LinkLimits
 from libs.transport.handshake import Identity
-from libs.transport.memory_transport import MemoryNetwork, MemoryTransport
 from libs.transport.port import Transport
 
-TransportKind = Literal["ucx", "shm", "memory"]
-
-_process_network = MemoryNetwork()
+TransportKind = Literal["ucx", "shm"]
 
 
 def make_transport(
@@ -19,20 +16,17 @@ def make_transport(
     *,
     limits: LinkLimits | None = None,
     idle_pool_bytes: int = 256 << 20,
-    network: MemoryNetwork | None = None,
 ) -> Transport:
     """The transport of this process.
 
     `incarnation` is told to peers, who prove with `secret` that they belong here. `limits` bound each Link,
     and with it the memory that a peer can make this process hold; `idle_pool_bytes` bounds the buffers kept
-    for reuse. `network` joins in-memory transports (default: all of this process). Nothing is opened before
-    `listen` or `connect`. Raises ValueError for an empty secret or incarnation.
+    for reuse. Nothing is opened before `listen` or `connect`. Raises ValueError for an empty secret or
+    incarnation.
     """
     if not secret or not incarnation:
         raise ValueError("a transport needs a secret and an incarnation that are not empty")
     me = Identity(kind=kind, incarnation=incarnation, secret=secret, limits=limits or LinkLimits())
-    if kind == "memory":
-        return MemoryTransport(me, network or _process_network)
     if kind == "shm":
         from libs.transport.shm import ShmTransport
 

@@ -5,12 +5,11 @@ from collections.abc import Awaitable, Callable
 
 import torch
 from kept_hosting import Kept
+from memory_transport import MemoryNetwork, any_transport
 from random_model import random_model
 from workers_reference import CONFIG
 
 from libs.placement.module import whole_layers
-from libs.transport.choose import make_transport
-from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import Link, Transport
 from libs.worker.migration.call_links import CallLinks
 from libs.worker.migration.host.server import HostingServer
@@ -26,7 +25,7 @@ class Scene:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.model = random_model(CONFIG, seed=7, dtype=dtype)
         self.network, self.hosting = MemoryNetwork(), Kept()
-        self.far = make_transport("memory", "host", b"secret", network=self.network)
+        self.far = any_transport("memory", "host", b"secret", network=self.network)
         self.tasks: list[asyncio.Task[object]] = []
         self.left: list[str] = []
         self.call_links_made: list[CallLinks] = []
@@ -68,7 +67,7 @@ class Scene:
         return task
 
     def near(self, home: str) -> Transport:
-        return make_transport("memory", home, b"secret", network=self.network)
+        return any_transport("memory", home, b"secret", network=self.network)
 
     async def connect(self, home: str = "home") -> Link:
         return await self.near(home).connect(self.server.address, timeout_seconds=SECONDS)

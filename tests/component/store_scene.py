@@ -11,6 +11,7 @@ import numpy as np
 from hosted import Hosted
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
+from memory_transport import MemoryNetwork, any_transport
 from numpy.typing import NDArray
 
 from libs.bus.messages.kv_events import KvEvents
@@ -20,7 +21,6 @@ from libs.kv.checksum import block_checksums, checksum_of_blocks
 from libs.kv.layer_groups import layer_groups
 from libs.runtime.identity import new_identity
 from libs.runtime.runtime import Runtime
-from libs.transport.choose import make_transport
 from libs.transport.frames import (
     Fetch,
     Fetched,
@@ -31,7 +31,6 @@ from libs.transport.frames import (
     decode_header,
     encode_header,
 )
-from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import Link, Transport
 from services.kv_store.service import KvStoreService
 from services.kv_store.settings import KvStoreSettings
@@ -148,7 +147,7 @@ class StoreScene:
         )
 
         def open_transport(_: KvStoreSettings, runtime: Runtime) -> Transport:
-            return make_transport("memory", runtime.incarnation, SECRET, network=self.network)
+            return any_transport("memory", runtime.incarnation, SECRET, network=self.network)
 
         identity = new_identity(ServiceKind.KV_STORE, "store-0")
         store = Hosted(KvStoreService(made, open_transport=open_transport), identity, MemoryBus(self.broker))
@@ -157,7 +156,7 @@ class StoreScene:
         return store
 
     async def worker(self, store: Hosted, name: str = "worker") -> Worker:
-        transport = make_transport("memory", f"{name}-1", SECRET, network=self.network)
+        transport = any_transport("memory", f"{name}-1", SECRET, network=self.network)
         link = await transport.connect(store.presence.link_address, timeout_seconds=5)
         bus = MemoryBus(self.broker)
         self._closers += [transport.close, bus.close]

@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
+from memory_transport import MemoryNetwork, any_transport
 
-from libs.transport.choose import make_transport
-from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import Link, LinkLost, LinkTimeout, Transport
 
 SECONDS = 5.0
@@ -26,7 +25,7 @@ class Joined:
 @pytest.fixture
 async def joined() -> AsyncIterator[Joined]:
     network = MemoryNetwork()
-    near, far = (make_transport("memory", name, b"secret", network=network) for name in ("near", "far"))
+    near, far = (any_transport("memory", name, b"secret", network=network) for name in ("near", "far"))
     listener = await far.listen("host")
     link = await near.connect(listener.address, timeout_seconds=SECONDS)
     yield Joined(network, link, await listener.accept(), (near, far))
@@ -72,6 +71,6 @@ async def test_a_frozen_peer_ends_a_send_at_its_deadline(joined: Joined) -> None
 
 
 async def test_networks_are_apart(joined: Joined) -> None:
-    stranger = make_transport("memory", "s", b"secret", network=MemoryNetwork())
+    stranger = any_transport("memory", "s", b"secret", network=MemoryNetwork())
     with pytest.raises(LinkLost, match="nobody"):
         await stranger.connect("memory://host:1", timeout_seconds=SECONDS)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from memory_bus import MemoryBus
+from memory_transport import any_transport
 from store_prompts import RUN_TOKENS, Computed, names_of, prompt_on
 from tampered_links import tampering
 from workers_mesh import BLOCK_SIZE, Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
@@ -17,7 +18,6 @@ from libs.bus.messages.store import FindPrefix, PrefixHeld
 from libs.cost.fetch import FetchCost
 from libs.kv.access_trace import hash_ids, read_requests
 from libs.kv.runs import runs_by_store
-from libs.transport.choose import make_transport
 from libs.transport.frames import Fetched, FrameHeader
 from libs.transport.port import Bytes
 from libs.worker.stores import trust
@@ -157,7 +157,7 @@ async def silent_store(mesh: WorkersMesh, name: str) -> list[FindPrefix]:
 
     bus = MemoryBus(mesh.broker)
     await bus.serve(FindPrefix, hear, at=name)
-    transport = make_transport("memory", name, b"secret", network=mesh.network)
+    transport = any_transport("memory", name, b"secret", network=mesh.network)
     listener = await transport.listen("127.0.0.1")
     presence = Presence(
         kind=ServiceKind.KV_STORE,

@@ -9,6 +9,7 @@ from typing import Any
 from hosted import Hosted
 from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
+from memory_transport import MemoryNetwork, any_transport
 from workers_gateway import Gateway
 from workers_reference import BLOCK_SIZE, prompt_of, tiny_model
 
@@ -19,8 +20,6 @@ from libs.runtime.identity import new_identity
 from libs.runtime.life import Service
 from libs.runtime.runtime import Runtime
 from libs.runtime.settings import RuntimeSettings
-from libs.transport.choose import make_transport
-from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import Transport
 from services.decode_worker.service import DecodeWorkerService
 from services.decode_worker.settings import DecodeWorkerSettings
@@ -47,7 +46,7 @@ class WorkersMesh:
 
     def open_transport(self, wrap: WrapTransport | None) -> Callable[[Any, Runtime], Transport]:
         def open_one(settings: RuntimeSettings, runtime: Runtime) -> Transport:
-            transport = make_transport("memory", runtime.incarnation, b"secret", network=self.network)
+            transport = any_transport("memory", runtime.incarnation, b"secret", network=self.network)
             return wrap(transport) if wrap else transport
 
         return open_one

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from memory_transport import MemoryNetwork, any_transport
 
-from libs.transport.choose import TransportKind, make_transport
+from libs.transport.choose import TransportKind
 from libs.transport.credits import LinkLimits
 from libs.transport.memory import Bytes, Memory
-from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import Link, Transport
 
 SECONDS = 10.0
@@ -32,8 +32,8 @@ class Pair:
 @asynccontextmanager
 async def linked_pair(kind: TransportKind) -> AsyncIterator[Pair]:
     network = MemoryNetwork()
-    near = make_transport(kind, "near", b"secret", limits=LIMITS, network=network)
-    far = make_transport(kind, "far", b"secret", limits=LIMITS, network=network)
+    near = any_transport(kind, "near", b"secret", limits=LIMITS, network=network)
+    far = any_transport(kind, "far", b"secret", limits=LIMITS, network=network)
     listener = await far.listen("127.0.0.1")
     near_link = await near.connect(listener.address, expected_peer="far", timeout_seconds=SECONDS)
     yield Pair(near_link, await listener.accept(), (near, far))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hosting_scene import MODELS, NUM_BLOCKS, Home, HostScene
+from memory_transport import MemoryNetwork, any_transport
 
 from libs.engine.hosting.calls import (
     ANSWERED,
@@ -29,8 +30,7 @@ from libs.engine.thread_loop import ThreadLoop
 from libs.model.layer import Layer
 from libs.placement.module import Module, heads_of, whole_layers
 from libs.placement.placement import Hosted
-from libs.transport.choose import TransportKind, make_transport
-from libs.transport.memory_transport import MemoryNetwork
+from libs.transport.choose import TransportKind
 from libs.transport.port import Transport
 from libs.worker.migration.call_links import CallLinks
 from libs.worker.migration.host.server import Guest
@@ -157,7 +157,7 @@ async def over_links(
     network, hosting = MemoryNetwork(), HereAndNow(stage.there)
 
     def transport(incarnation: str) -> Transport:
-        return make_transport(kind, incarnation, b"secret", network=network)
+        return any_transport(kind, incarnation, b"secret", network=network)
 
     near, far = transport(GUEST), transport("the-host")
     if threads is not None:

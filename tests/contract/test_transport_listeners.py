@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
+from memory_transport import MemoryNetwork, any_transport
 
 from libs.transport.choose import TransportKind, make_transport
 from libs.transport.greeting import MAX_HANDSHAKES
-from libs.transport.memory_transport import MemoryNetwork
 from libs.transport.port import (
     HandshakeRefused,
     Link,
@@ -35,7 +35,7 @@ class Mesh:
     transports: list[Transport] = field(default_factory=list)
 
     def transport(self, incarnation: str, secret: bytes = b"secret") -> Transport:
-        transport = make_transport(self.kind, incarnation, secret, network=self.network)
+        transport = any_transport(self.kind, incarnation, secret, network=self.network)
         self.transports.append(transport)
         return transport
 

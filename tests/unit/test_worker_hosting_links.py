@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 from hosting_links_scene import SECONDS, Scene, open_one
+from memory_transport import MemoryNetwork, any_transport
 
 from libs.engine.errors import MoveRefused, NoRoom
 from libs.engine.hosting.calls import RunLayers, Settle
 from libs.engine.hosting.port import HostLost
 from libs.model.layer import layer_bytes
 from libs.model.layer_weights import layer_tensors
-from libs.transport.choose import make_transport
-from libs.transport.memory_transport import MemoryNetwork
 from libs.worker.migration.framing import encode
 from libs.worker.migration.owner.remote_host import HostCalls, HostLink
 from libs.worker.migration.protocol import Call, Leaving, Opened, Ping, WeightPiece
@@ -160,8 +159,8 @@ async def test_a_host_that_drains_asks_for_its_modules_to_leave_and_takes_no_mor
 
 async def test_what_no_host_sends_ends_the_link() -> None:
     network = MemoryNetwork()
-    far = make_transport("memory", "host", b"secret", network=network)
-    near = make_transport("memory", "home", b"secret", network=network)
+    far = any_transport("memory", "host", b"secret", network=network)
+    near = any_transport("memory", "home", b"secret", network=network)
     listener = await far.listen("here")
     link, calls = [await near.connect(listener.address, timeout_seconds=SECONDS) for _ in range(2)]
     left = list[bool]()

@@ -1,24 +1,27 @@
-"""The in-memory twin: Links between transports of one process, with faults on demand. For tests, never for
-serving."""
+"""Links between transports of one process, in memory, with faults on demand."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 from itertools import count
+from typing import Literal
 
 import numpy as np
 
 from libs.transport import handshake
-from libs.transport.credits import Credit
+from libs.transport.choose import TransportKind, make_transport
+from libs.transport.credits import Credit, LinkLimits
 from libs.transport.greeting import Door
 from libs.transport.handshake import Identity
 from libs.transport.link import PeerLink
 from libs.transport.memory import NO_BODY, Memory, as_memory, copy_to_host
 from libs.transport.open_links import OpenLinks
-from libs.transport.port import HandshakeRefused, LinkLost, LinkTimeout, ListenFailed
+from libs.transport.port import HandshakeRefused, LinkLost, LinkTimeout, ListenFailed, Transport
 from libs.transport.wire import Sending
 
 SCHEME = "memory://"
+
+Kind = TransportKind | Literal["memory"]
 
 
 class MemoryNetwork:
@@ -194,3 +197,18 @@ class MemoryTransport:
             if listener.transport is self:
                 await listener.close()
         await self.links.close()
+
+
+def any_transport(
+    kind: Kind,
+    incarnation: str,
+    secret: bytes,
+    *,
+    network: MemoryNetwork,
+    limits: LinkLimits | None = None,
+) -> Transport:
+    """A transport of this kind. Those in memory are joined by `network`."""
+    if kind != "memory":
+        return make_transport(kind, incarnation, secret, limits=limits)
+    me = Identity(kind=kind, incarnation=incarnation, secret=secret, limits=limits or LinkLimits())
+    return MemoryTransport(me, network)
