@@ -2,11 +2,15 @@
 
 from typing import Literal
 
+from libs.transport.auto import AutoTransport
 from libs.transport.credits import LinkLimits
 from libs.transport.handshake import Identity
 from libs.transport.port import Transport
+from libs.transport.shm import ShmTransport
+from libs.transport.ucx.transport import UcxTransport
 
-TransportKind = Literal["ucx", "shm"]
+TransportKind = Literal["auto", "ucx", "shm"]
+"""auto: shared memory between processes of one host, UCX between hosts."""
 
 
 def make_transport(
@@ -26,11 +30,11 @@ def make_transport(
     """
     if not secret or not incarnation:
         raise ValueError("a transport needs a secret and an incarnation that are not empty")
-    me = Identity(kind=kind, incarnation=incarnation, secret=secret, limits=limits or LinkLimits())
-    if kind == "shm":
-        from libs.transport.shm import ShmTransport
 
-        return ShmTransport(me, idle_pool_bytes)
-    from libs.transport.ucx.transport import UcxTransport
+    def me(kind: str) -> Identity:
+        return Identity(kind=kind, incarnation=incarnation, secret=secret, limits=limits or LinkLimits())
 
-    return UcxTransport(me, idle_pool_bytes)
+    shm, ucx = ShmTransport(me("shm"), idle_pool_bytes), UcxTransport(me("ucx"), idle_pool_bytes)
+    if kind == "auto":
+        return AutoTransport(shm, ucx)
+    return shm if kind == "shm" else ucx

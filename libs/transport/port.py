@@ -117,7 +117,7 @@ class Listener(Protocol):
 
     @property
     def address(self) -> str:
-        """Opaque to everybody but the same kind of transport: ucx://host:port, shm://..., memory://..."""
+        """Opaque to everybody but transports: ucx://host:port, shm://..., or both with a comma between."""
         ...
 
     async def accept(self) -> Link:
@@ -127,6 +127,11 @@ class Listener(Protocol):
     async def close(self) -> None:
         """Stop accepting; accepted Links live on. Idempotent."""
         ...
+
+
+def address_of(scheme: str, address: str) -> str:
+    """The part of an address that is for this scheme; all of it where none is."""
+    return next((part for part in address.split(",") if part.startswith(scheme)), address)
 
 
 class Transport(Protocol):

@@ -11,32 +11,42 @@ from libs.transport.handshake import Identity, Side
 from libs.transport.link import PeerLink
 from libs.transport.open_links import OpenLinks
 from libs.transport.packets import PacketServer, PacketSocket, connect_packets
-from libs.transport.port import HandshakeRefused, LinkLost, LinkTimeout, ListenFailed
+from libs.transport.port import HandshakeRefused, LinkLost, LinkTimeout, ListenFailed, address_of
 from libs.transport.shm_wire import ShmWire
 
 SCHEME = "shm://"
 
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
 def host_id() -> str:
     """Equal for processes that can share memory this way: same kernel, same network namespace (abstract
-    sockets)."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    sockets). Raises OSError where neither can be told."""
+    boot = BOOT_ID.read_text()
     namespace = os.readlink("/proc/self/ns/net")
     return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:16]
+
+
+def shares_memory(address: str) -> bool:
+    """Whether a listener's address is one of this host."""
+    try:
+        return address_of(SCHEME, address).startswith(f"{SCHEME}{host_id()}/")
+    except OSError:
+        return False
 
 
 class ShmListener:
     """Accepts Links at one name (port.Listener)."""
 
-    def __init__(self, transport: "ShmTransport", name: str) -> None:
+    def __init__(self, transport: "ShmTransport", name: str, door: Door) -> None:
         """Raises ListenFailed."""
-        self.address = f"{SCHEME}{host_id()}/{name}"
-        self.door = Door()
-        self._transport = transport
+        self.door, self._transport = door, transport
         try:
+            self.address = f"{SCHEME}{host_id()}/{name}"
             self._server = PacketServer(_socket_name(name), self._greet)
         except OSError as error:
-            raise ListenFailed(f"cannot listen at {self.address}: {error}") from error
+            raise ListenFailed(f"cannot listen at {SCHEME}.../{name}: {error}") from error
 
     def _greet(self, packets: PacketSocket) -> None:
         self.door.knock(self._transport.me, packets, lambda side: self._transport.prepare(side, packets))
@@ -59,18 +69,20 @@ class ShmTransport:
         self._cap_bytes = cap_bytes
         self._listeners: set[ShmListener] = set()
 
-    async def listen(self, host: str, port: int = 0) -> ShmListener:
-        """See port.Transport. `host` plays no part; the same `port` gives the same address."""
-        listener = ShmListener(self, str(port) if port else secrets.token_hex(8))
+    async def listen(self, host: str, port: int = 0, door: Door | None = None) -> ShmListener:
+        """See port.Transport. `host` plays no part; the same `port` gives the same address. `door` is where
+        Links wait to be accepted."""
+        listener = ShmListener(self, str(port) if port else secrets.token_hex(8), door or Door())
         self._listeners.add(listener)
         return listener
 
     async def connect(self, address: str, *, expected_peer: str = "", timeout_seconds: float) -> PeerLink:
         """See port.Transport. Raises HandshakeRefused for an address of another host."""
-        host, _, name = address.removeprefix(SCHEME).partition("/")
+        address = address_of(SCHEME, address)
+        _, _, name = address.removeprefix(SCHEME).partition("/")
         if not address.startswith(SCHEME) or not name:
             raise LinkLost(f"{address!r} is no shared-memory address; expected {SCHEME}HOST/NAME")
-        if host != host_id():
+        if not shares_memory(address):
             raise HandshakeRefused(
                 f"{address} is on another host or in another network namespace; use UCX for it"
             )

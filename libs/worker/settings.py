@@ -32,7 +32,10 @@ class WorkerSettings(RuntimeSettings, frozen=True, kw_only=True):
         int, Meta(description="tokens in one step; longer prompts run in chunks", ge=1)
     ] = 2048
     threads: Annotated[int, Meta(description="CPU threads of one operation; 0: torch's choice", ge=0)] = 0
-    transport: Annotated[Literal["ucx", "shm"], Meta(description="how KV travels between processes")] = "ucx"
+    transport: Annotated[
+        Literal["auto", "ucx", "shm"],
+        Meta(description="how KV travels; auto: shared memory within a host, UCX between hosts"),
+    ] = "auto"
     link_host: Annotated[str, Meta(description="where Links listen", min_length=1)] = "127.0.0.1"
     lease_seconds: Annotated[
         float,

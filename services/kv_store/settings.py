@@ -63,7 +63,10 @@ class KvStoreSettings(RuntimeSettings, frozen=True, kw_only=True):
     lease_seconds: Annotated[
         float, Meta(description="how long blocks are kept for a worker that was told of them", gt=0)
     ] = 5.0
-    transport: Annotated[Literal["ucx", "shm"], Meta(description="how KV travels between processes")] = "ucx"
+    transport: Annotated[
+        Literal["auto", "ucx", "shm"],
+        Meta(description="how KV travels; auto: shared memory within a host, UCX between hosts"),
+    ] = "auto"
     link_host: Annotated[str, Meta(description="where Links listen", min_length=1)] = "127.0.0.1"
     send_timeout_seconds: Annotated[
         float, Meta(description="a peer that takes a frame no faster is given up", gt=0)

@@ -36,7 +36,7 @@ async def scene(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         assert not running
 
 
-@pytest.fixture(params=["memory", "shm", "ucx"])
+@pytest.fixture(params=["memory", "shm", "ucx", "auto"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     async with linked_pair(cast("TransportKind", request.param)) as pair:
         yield pair

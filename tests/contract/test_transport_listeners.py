@@ -40,7 +40,7 @@ class Mesh:
         return transport
 
 
-@pytest.fixture(params=["memory", "shm", "ucx"])
+@pytest.fixture(params=["memory", "shm", "ucx", "auto"])
 async def mesh(request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
     made = Mesh(cast("TransportKind", request.param))
     yield made

@@ -8,7 +8,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from libs.transport.handshake import MAX_PACKET_BYTES
-from libs.transport.port import HandshakeRefused, LinkLost
+from libs.transport.port import HandshakeRefused, LinkLost, address_of
 
 SCHEME = "ucx"
 KEEPALIVE_IDLE_SECONDS = 2
@@ -25,6 +25,7 @@ def format_address(host: str, port: int) -> str:
 
 def parse_address(address: str) -> tuple[str, int]:
     """Host and port. Raises LinkLost for anything else."""
+    address = address_of(f"{SCHEME}://", address)
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port

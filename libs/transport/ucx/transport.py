@@ -33,11 +33,11 @@ _decoder = msgspec.msgpack.Decoder(Offer)
 class UcxListener:
     """Accepts Links at one host and port (port.Listener)."""
 
-    def __init__(self, serve: "Callable[[UcxListener, Lifeline], None]") -> None:
+    def __init__(self, serve: "Callable[[UcxListener, Lifeline], None]", door: Door) -> None:
         self._serve = serve
         self._server: asyncio.Server | None = None
         self._address = ""
-        self.door = Door()
+        self.door = door
 
     async def open(self, host: str, port: int) -> None:
         """Bind. Raises ListenFailed."""
@@ -78,10 +78,10 @@ class UcxTransport:
         self.context = UcxContext()
         self._listeners: set[UcxListener] = set()
 
-    async def listen(self, host: str, port: int = 0) -> UcxListener:
-        """See port.Transport."""
+    async def listen(self, host: str, port: int = 0, door: Door | None = None) -> UcxListener:
+        """See port.Transport. `door` is where Links wait to be accepted."""
         load_library()
-        listener = UcxListener(self._greet)
+        listener = UcxListener(self._greet, door or Door())
         await listener.open(host, port)
         self._listeners.add(listener)
         return listener
