@@ -1,6 +1,5 @@
 """One store as a worker knows it: whether it is worth asking, and the Link to it."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ from libs.bus.messages.presence import Presence
 from libs.bus.messages.store import BlocksCorrupt, FindPrefix, PrefixHeld
 from libs.kv.tensors import BlockShape
 from libs.runtime.runtime import Spawn
+from libs.transport.link_pool import LinkPool
 from libs.transport.port import LinkError, LinkLost, Transport
 from libs.worker.stores.metrics import StoreMetrics
 from libs.worker.stores.put_part import PutPart
@@ -29,6 +29,7 @@ class StorePeer:
         presence: Presence,
         bus: Bus,
         transport: Transport,
+        links: LinkPool[StoreLink],
         spawn: Spawn,
         metrics: StoreMetrics,
         shape: BlockShape,
@@ -36,36 +37,31 @@ class StorePeer:
         *,
         timeout_seconds: float,
     ) -> None:
-        self.presence = presence
+        self.presence, self._incarnation = presence, presence.incarnation
         self._bus, self._transport, self._spawn, self._metrics = bus, transport, spawn, metrics
+        self._links = links
         self._shape, self._num_layers = shape, num_layers
         self._timeout_seconds = timeout_seconds
         """For a Link to be made, and for a frame of a put to be taken."""
         self._trust = Trust()
-        self._link: StoreLink | None = None
-        self._connecting = asyncio.Lock()
-        self._is_closed = False
+        self._has_left = False
 
     def meet(self) -> None:
         """Make the Link in the background, before the first prefix needs it."""
-        if not self._connecting.locked() and self._trust.is_due(time.monotonic()):
+        if not self._links.is_connecting(self._incarnation) and self._trust.is_due(time.monotonic()):
             self._spawn("meet-store", self._meet())
 
     def leave(self) -> None:
         """It has left the mesh."""
-        self._is_closed = True
-        link, self._link = self._link, None
-        if link is not None:
-            self._spawn("leave-store", link.close())
+        self._has_left = True
+        self._links.drop(self._incarnation)
 
     async def find(self, question: FindPrefix, *, timeout_seconds: float) -> PrefixHeld | None:
         """None: it did not answer, or did not for too long to be asked."""
         if not self._trust.is_due(time.monotonic()):
             return None
         try:
-            answer = await self._bus.request(
-                question, to=self.presence.incarnation, timeout_seconds=timeout_seconds
-            )
+            answer = await self._bus.request(question, to=self._incarnation, timeout_seconds=timeout_seconds)
         except (MessageTooLarge, NoResponders, NotConnected) as error:
             # Told at once, so asking again costs nobody anything.
             log.info("store_not_asked", store=self.presence.name, reason=str(error))
@@ -81,10 +77,10 @@ class StorePeer:
         self, names: Sequence[bytes], segments: Sequence[range], write: WriteBlocks, *, timeout_seconds: float
     ) -> tuple[FetchResult, float]:
         """See StoreLink. Out of reach it holds nobody up: this prompt computes, a later one may fetch."""
-        if self._link is None or not self._link.is_open:
+        if (link := self._links.get(self._incarnation)) is None:
             self.meet()
             return FetchResult.FAILED, 0.0
-        result, seconds = await self._link.fetch(names, segments, write, timeout_seconds=timeout_seconds)
+        result, seconds = await link.fetch(names, segments, write, timeout_seconds=timeout_seconds)
         if result is FetchResult.FAILED:
             self._trust.failed(time.monotonic())
         if result is FetchResult.CORRUPT:
@@ -93,7 +89,7 @@ class StorePeer:
 
     async def put(self, part: PutPart) -> bool:
         """Whether it was sent; puts of one store go one after the other."""
-        is_out_of_reach = self._link is None or not self._link.is_open
+        is_out_of_reach = self._links.get(self._incarnation) is None
         if is_out_of_reach and not self._trust.is_due(time.monotonic()):
             return False
         try:
@@ -107,7 +103,7 @@ class StorePeer:
     async def _doubt(self, names: Sequence[bytes]) -> None:
         """Some of them may be wrong in the store's memory, and would be for every prompt that wants them."""
         try:
-            await self._bus.publish(BlocksCorrupt(names=b"".join(names)), to=self.presence.incarnation)
+            await self._bus.publish(BlocksCorrupt(names=b"".join(names)), to=self._incarnation)
         except BusError as error:
             log.info("store_not_told", store=self.presence.name, reason=str(error))
 
@@ -119,30 +115,16 @@ class StorePeer:
             log.info("store_not_reached", store=self.presence.name, reason=str(error))
 
     async def _connected(self) -> StoreLink:
-        async with self._connecting:
-            self._check_here()
-            if self._link is None or not self._link.is_open:
-                link = await self._transport.connect(
-                    self.presence.link_address,
-                    expected_peer=self.presence.incarnation,
-                    timeout_seconds=self._timeout_seconds,
-                )
-                self._link = StoreLink(
-                    link,
-                    self._shape,
-                    self._num_layers,
-                    self._metrics,
-                    send_timeout_seconds=self._timeout_seconds,
-                )
-                self._spawn("store-link", self._serve(self._link))
-                self._check_here()  # It may have left while the Link was being made.
-            return self._link
-
-    def _check_here(self) -> None:
-        if self._is_closed:
-            self.leave()
+        if self._has_left:
             raise LinkLost(f"{self.presence.name} has left the mesh")
+        return await self._links.connect(self._incarnation, self._connect)
 
-    async def _serve(self, link: StoreLink) -> None:
-        reason = await link.serve()
-        log.info("store_link_ended", store=self.presence.name, reason=reason)
+    async def _connect(self) -> StoreLink:
+        link = await self._transport.connect(
+            self.presence.link_address,
+            expected_peer=self._incarnation,
+            timeout_seconds=self._timeout_seconds,
+        )
+        return StoreLink(
+            link, self._shape, self._num_layers, self._metrics, send_timeout_seconds=self._timeout_seconds
+        )

@@ -26,7 +26,8 @@ from libs.transport.frames import (
     decode_header,
     encode_header,
 )
-from libs.transport.port import Link, LinkError, Received
+from libs.transport.link_pool import LinkRequests
+from libs.transport.port import Link, LinkError, LinkLost, Received
 from libs.worker.stores.metrics import StoreMetrics
 from libs.worker.stores.put_part import PutPart
 
@@ -82,8 +83,8 @@ class StoreLink:
     ) -> None:
         self._link, self._shape, self._num_layers, self._metrics = link, shape, num_layers, metrics
         self._send_timeout_seconds = send_timeout_seconds
-        self._fetching: dict[int, _Fetching] = {}
-        self._ids = count(1)
+        self._fetching: LinkRequests[_Fetching, LinkError] = LinkRequests()
+        self._put_ids = count(1)
         self._putting = asyncio.Lock()
 
     @property
@@ -97,7 +98,7 @@ class StoreLink:
             async with asyncio.TaskGroup() as tasks:
                 return await self._receive(tasks)
         finally:
-            for fetching in self._fetching.values():
+            for fetching in self._fetching.lose(LinkLost("this Link is over"))[1]:
                 fetching.end(FetchResult.FAILED)
             await self._link.close()
 
@@ -113,11 +114,12 @@ class StoreLink:
         Returns the result and the seconds until the last layer arrived. Unless it is a HIT, any part may have
         been written, and nothing more is written after this returned.
         """
-        fetch_id, started = next(self._ids), time.monotonic()
+        started = time.monotonic()
         fetching = _Fetching(segments, write, asyncio.get_running_loop().create_future())
-        self._fetching[fetch_id] = fetching
-        header = encode_header(Fetch(fetch_id=fetch_id, num_blocks=len(names)))
+        fetch_id = 0
         try:
+            fetch_id = self._fetching.add(fetching)
+            header = encode_header(Fetch(fetch_id=fetch_id, num_blocks=len(names)))
             async with asyncio.timeout(timeout_seconds):
                 await self._link.send(header, _joined(names), timeout_seconds=timeout_seconds)
                 result = await fetching.result
@@ -127,12 +129,12 @@ class StoreLink:
             return FetchResult.FAILED, time.monotonic() - started
         finally:
             fetching.end(FetchResult.FAILED)
-            del self._fetching[fetch_id]
+            self._fetching.take(fetch_id)
 
     async def put(self, part: PutPart) -> None:
         """Send blocks, after those that were put before. Raises LinkError."""
         async with self._putting:
-            put_id = next(self._ids)
+            put_id = next(self._put_ids)
             names = PutNames(
                 put_id=put_id,
                 num_blocks=len(part.names),

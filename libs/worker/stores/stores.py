@@ -14,6 +14,7 @@ from libs.cost.fetch import FetchCost
 from libs.kv.runs import runs_by_store
 from libs.kv.tensors import BlockShape
 from libs.runtime.runtime import Spawn
+from libs.transport.link_pool import LinkPool
 from libs.transport.port import Transport
 from libs.worker.stores.found import Found, RunFound, runs_found
 from libs.worker.stores.metrics import StoreMetrics
@@ -21,7 +22,7 @@ from libs.worker.stores.peer import StorePeer
 from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.settings import StoreSettings
 from libs.worker.stores.side_by_side import until_useless
-from libs.worker.stores.store_link import FetchResult, WriteBlocks
+from libs.worker.stores.store_link import FetchResult, StoreLink, WriteBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Stores:
         self._metrics, self._settings = metrics, settings
         self._shape, self._num_layers = shape, num_layers
         self._peers: dict[str, StorePeer] = {}
+        self._links: LinkPool[StoreLink] = LinkPool(spawn)
         self._estimator = FetchEstimator()
         self.num_fetching = 0
         """Prompts whose prefix is on its way."""
@@ -198,6 +200,7 @@ class Stores:
             presence,
             self._bus,
             self._transport,
+            self._links,
             self._spawn,
             self._metrics,
             self._shape,

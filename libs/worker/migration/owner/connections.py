@@ -1,18 +1,15 @@
 """Links from a home to the hosts of its modules, two to each: one for calls, one for all else."""
 
-import asyncio
 from collections.abc import Callable
-
-import structlog
+from functools import partial
 
 from libs.engine.hosting.port import HostLost
 from libs.runtime.roster import Roster
 from libs.runtime.runtime import Spawn
+from libs.transport.link_pool import LinkPool
 from libs.transport.port import LinkError, Transport
 from libs.worker.migration.call_links import CallLinks
 from libs.worker.migration.owner.remote_host import HostCalls, HostLink
-
-log = structlog.get_logger()
 
 
 class HostLinks:
@@ -36,44 +33,38 @@ class HostLinks:
         self._on_lost, self._on_leaving = on_lost, on_leaving
         self._roster, self._fingerprint = roster, fingerprint
         self._timeout_seconds, self._ping_seconds = timeout_seconds, ping_seconds
-        self._links: dict[str, HostLink] = {}
-        self._connecting = asyncio.Lock()
+        self._pool: LinkPool[HostLink] = LinkPool(spawn, self._ended)
 
     def get(self, worker: str) -> HostLink | None:
         """The Link that stands."""
-        return self._links.get(worker)
+        return self._pool.get(worker)
 
     def workers(self) -> set[str]:
         """To whom Links stand."""
-        return set(self._links)
+        return self._pool.peers()
 
     async def connect(self, worker: str) -> HostLink:
         """The Link that stands, or a new one. Raises HostLost."""
-        async with self._connecting:
-            if (standing := self._links.get(worker)) is not None:
-                return standing
-            presence = self._roster.get(worker)
-            if presence is None:
-                raise HostLost(worker, "it left the mesh")
-            calls = await self._calls.connect(worker, presence.calls_address, self._calls_lost)
-            try:
-                host = await self._connect(worker, presence.hosting_address, calls)
-            except BaseException:
-                self._spawn("drop-calls", self._calls.drop(calls))
-                raise
-            self._links[worker] = host
-            self._spawn("host-link", self._serve(host))
-            if calls.lost is not None:  # meanwhile, when nobody knew yet whom it concerns
-                self._calls_lost(calls, calls.lost.why)
-            return host
-
-    async def _connect(self, worker: str, address: str, calls: HostCalls) -> HostLink:
         try:
-            link = await self._transport.connect(
-                address, expected_peer=worker, timeout_seconds=self._timeout_seconds
-            )
+            host = await self._pool.connect(worker, partial(self._connect, worker))
         except LinkError as error:
             raise HostLost(worker, str(error)) from error
+        if host.calls.lost is not None:  # before anybody knew whom it concerns
+            self._calls_lost(host.calls, host.calls.lost.why)
+        return host
+
+    async def _connect(self, worker: str) -> HostLink:
+        presence = self._roster.get(worker)
+        if presence is None:
+            raise HostLost(worker, "it left the mesh")
+        calls = await self._calls.connect(worker, presence.calls_address, self._calls_lost)
+        try:
+            link = await self._transport.connect(
+                presence.hosting_address, expected_peer=worker, timeout_seconds=self._timeout_seconds
+            )
+        except BaseException:
+            self._spawn("drop-calls", self._calls.drop(calls))
+            raise
         return HostLink(
             link,
             calls,
@@ -84,18 +75,15 @@ class HostLinks:
         )
 
     def _calls_lost(self, calls: HostCalls, why: str) -> None:
-        if (host := self._links.get(calls.worker)) is not None and host.calls is calls:
+        if (host := self.get(calls.worker)) is not None and host.calls is calls:
             self._spawn("drop-host", host.close(why))
 
     def drop(self, worker: str, why: str) -> None:
         """Cut the Link, if there is one; `on_lost` is not told of it. Who connects again gets a new one."""
-        if (host := self._links.pop(worker, None)) is not None:
-            self._spawn("drop-host", host.close(why))
+        if (host := self._pool.drop(worker)) is not None:
+            host.lose(why)
 
-    async def _serve(self, host: HostLink) -> None:
-        reason = await host.serve()
-        log.info("host_link_ended", host=host.worker, reason=reason)
-        if self._links.get(host.worker) is host:
-            del self._links[host.worker]
+    def _ended(self, host: HostLink, reason: str, is_dropped: bool) -> None:
+        if not is_dropped:
             self._on_lost(host.worker, reason)
-        await self._calls.drop(host.calls)
+        self._spawn("drop-calls", self._calls.drop(host.calls))

@@ -1,12 +1,10 @@
 """A host of own modules, reached over two Links: one for calls, one for all else."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import NoReturn
 
 import torch
@@ -15,6 +13,7 @@ from libs.engine.errors import EngineError, MoveRefused, NoRoom
 from libs.engine.hosting.calls import ANSWERED, HostedCall, Settle
 from libs.engine.hosting.port import Answer, HostLost
 from libs.placement.module import Module
+from libs.transport.link_pool import LinkRequests
 from libs.transport.port import Link, LinkError, LinkLost, Received
 from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing, owned
 from libs.worker.migration.protocol import (
@@ -58,11 +57,8 @@ class HostCalls:
         self._link, self._wake, self._on_call_done, self._on_lost = link, wake, on_call_done, on_lost
         self._timeout_seconds = timeout_seconds
         self._outgoing = Outgoing(link, timeout_seconds, MAX_UNSENT_BYTES)
-        self._ids = count(1)
-        self._lock = threading.Lock()
-        self._answers: dict[int, tuple[Answer, float]] = {}
-        """By call, with the time of the call."""
-        self._lost: HostLost | None = None
+        self._answers: LinkRequests[tuple[Answer, float], HostLost] = LinkRequests()
+        """With the time of the call."""
         self._assembly = Assembly()
         self._loop = asyncio.get_running_loop()
         self._closing: asyncio.Task[None] | None = None
@@ -76,7 +72,7 @@ class HostCalls:
     @property
     def lost(self) -> HostLost | None:
         """Why no call is done any more."""
-        return self._lost
+        return self._answers.lost
 
     def call(self, call: HostedCall) -> Answer:
         """See port.Host."""
@@ -106,11 +102,9 @@ class HostCalls:
     def lose(self, reason: str) -> HostLost:
         """Fails what waits, and all later calls, with what is returned: the first reason counts. From any
         thread."""
-        with self._lock:
-            self._lost = lost = self._lost or HostLost(self.worker, reason)
-            answers, self._answers = self._answers, {}
+        lost, answers = self._answers.lose(HostLost(self.worker, reason))
         self._outgoing.close()
-        for answer, _ in answers.values():
+        for answer, _ in answers:
             answer.fail(lost)
         return lost
 
@@ -121,20 +115,17 @@ class HostCalls:
 
     def _take_on(self, answer: Answer) -> None:
         """Of a call that nobody answers: it is on its way, or was dropped with all the rest."""
-        if self._lost is not None:
-            answer.fail(self._lost)
+        if self.lost is not None:
+            answer.fail(self.lost)
         else:
             answer.give(_NOTHING)
 
     def _post(self, call: HostedCall, answer: Answer) -> None:
-        with self._lock:
-            if self._lost is not None:
-                answer.fail(self._lost)
-                return
-            call_id = 0
-            if isinstance(call, ANSWERED):
-                call_id = next(self._ids)
-                self._answers[call_id] = answer, time.perf_counter()
+        try:
+            call_id = self._answers.add((answer, time.perf_counter())) if isinstance(call, ANSWERED) else 0
+        except HostLost as lost:
+            answer.fail(lost)
+            return
         if not self._outgoing.put(Call(call_id=call_id, call=call)):
             answer.fail(self.lose("nothing can be sent to it any more"))
 
@@ -164,8 +155,7 @@ class HostCalls:
                 raise BadFrame(f"a host sent {type(other).__name__} where answers to calls come")
 
     def _answer(self, call_id: int) -> Answer | None:
-        with self._lock:
-            answer, called_at = self._answers.pop(call_id, (None, 0.0))
+        answer, called_at = self._answers.take(call_id) or (None, 0.0)
         if answer is not None:
             self._on_call_done(time.perf_counter() - called_at)
         return answer
@@ -194,15 +184,18 @@ class HostLink:
         self._link, self.calls, self._fingerprint, self._on_leaving = link, calls, fingerprint, on_leaving
         self._timeout_seconds, self._ping_seconds = timeout_seconds, ping_seconds
         self._outgoing = Outgoing(link, timeout_seconds)
-        self._ids = count(1)
-        self._asks: dict[int, asyncio.Future[Head]] = {}
-        self._lost: HostLost | None = None
+        self._asks: LinkRequests[asyncio.Future[Head], HostLost] = LinkRequests()
         self._assembly = Assembly()
 
     @property
     def worker(self) -> str:
         """See port.Host."""
         return self._link.peer
+
+    @property
+    def is_open(self) -> bool:
+        """False once it is lost."""
+        return self._asks.lost is None
 
     def call(self, call: HostedCall) -> Answer:
         """See port.Host."""
@@ -269,7 +262,7 @@ class HostLink:
         finally:
             self.lose(reason)
             await self._link.close()
-        return self._lost.why if self._lost is not None else reason
+        return self._asks.lost.why if self._asks.lost is not None else reason
 
     async def close(self, reason: str = "this side closed the Link") -> None:
         """Fails what waits; `serve` returns. Idempotent."""
@@ -278,18 +271,16 @@ class HostLink:
 
     def lose(self, reason: str) -> None:
         """Fails what waits, and all later calls. Only the first reason counts."""
-        self._lost = self._lost or HostLost(self.worker, reason)
+        lost, asks = self._asks.lose(HostLost(self.worker, reason))
         self.calls.lose(reason)
         self._outgoing.close()
-        for ask_id in self._asks:
-            self._end_ask(ask_id, None, self._lost)
+        for answer in asks:
+            if not answer.done():
+                answer.set_exception(lost)
 
     async def _ask(self, head: Callable[..., Head]) -> Head:
-        if self._lost is not None:
-            raise self._lost
-        ask_id = next(self._ids)
         answer: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
-        self._asks[ask_id] = answer
+        ask_id = self._asks.add(answer)
         try:
             self._outgoing.put(head(ask_id=ask_id))
             async with asyncio.timeout(self._timeout_seconds):
@@ -297,7 +288,7 @@ class HostLink:
         except TimeoutError:
             raise self._silent() from None
         finally:
-            del self._asks[ask_id]
+            self._asks.take(ask_id)
 
     def _silent(self) -> HostLost:
         return HostLost(self.worker, f"it did not answer within {self._timeout_seconds} s")
@@ -326,19 +317,12 @@ class HostLink:
     def _handle(self, message: Message) -> None:
         match message.head:
             case Opened() | Closed() | WeightsAt() | Pong() as done:
-                self._end_ask(done.ask_id, done, None)
+                if (answer := self._asks.take(done.ask_id)) is not None and not answer.done():
+                    answer.set_result(done)
             case OpenRefused() as refused:
-                self._end_ask(refused.ask_id, None, _REFUSALS[refused.kind](refused.detail))
+                if (answer := self._asks.take(refused.ask_id)) is not None and not answer.done():
+                    answer.set_exception(_REFUSALS[refused.kind](refused.detail))
             case Leaving():
                 self._on_leaving()
             case other:
                 raise BadFrame(f"a host sent {type(other).__name__}")
-
-    def _end_ask(self, ask_id: int, result: Head | None, error: EngineError | None) -> None:
-        ask = self._asks.get(ask_id)
-        if ask is None or ask.done():
-            return  # given up meanwhile
-        if error is not None:
-            ask.set_exception(error)
-        elif result is not None:
-            ask.set_result(result)
