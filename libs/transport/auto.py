@@ -2,7 +2,7 @@
 
 import structlog
 
-from libs.transport.greeting import Door
+from libs.transport.acceptor import Acceptor
 from libs.transport.link import PeerLink
 from libs.transport.port import LinkLost, Listener, ListenFailed
 from libs.transport.shm import ShmTransport, shares_memory
@@ -14,8 +14,8 @@ _log = structlog.get_logger(__name__)
 class AutoListener:
     """Accepts Links that come either way (port.Listener). Its address tells both."""
 
-    def __init__(self, door: Door, listeners: list[Listener]) -> None:
-        self._door, self._listeners = door, listeners
+    def __init__(self, acceptor: Acceptor, listeners: list[Listener]) -> None:
+        self._acceptor, self._listeners = acceptor, listeners
 
     @property
     def address(self) -> str:
@@ -24,7 +24,7 @@ class AutoListener:
 
     async def accept(self) -> PeerLink:
         """See port.Listener."""
-        return await self._door.accept()
+        return await self._acceptor.accept()
 
     async def close(self) -> None:
         """See port.Listener."""
@@ -40,13 +40,13 @@ class AutoTransport:
 
     async def listen(self, host: str, port: int = 0) -> AutoListener:
         """See port.Transport."""
-        door = Door()
-        listeners: list[Listener] = [await self.ucx.listen(host, port, door)]
+        acceptor = Acceptor()
+        listeners: list[Listener] = [await self.ucx.listen(host, port, acceptor)]
         try:
-            listeners.append(await self.shm.listen(host, port, door))
+            listeners.append(await self.shm.listen(host, port, acceptor))
         except ListenFailed as error:
             _log.info("no_links_through_shared_memory", reason=str(error))
-        return AutoListener(door, listeners)
+        return AutoListener(acceptor, listeners)
 
     async def connect(self, address: str, *, expected_peer: str = "", timeout_seconds: float) -> PeerLink:
         """See port.Transport."""

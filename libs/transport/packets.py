@@ -18,7 +18,7 @@ OnPacket = Callable[[bytes, int], None]
 
 
 class PacketSocket:
-    """A connected socket. First the handshake's line (greeting.Line), then, after `watch`, whatever comes."""
+    """A connected socket. First the handshake's line (acceptor.Line), then, after `watch`, whatever comes."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -85,7 +85,7 @@ class PacketSocket:
             self._waiter.set_result(None)
 
     async def receive(self) -> bytes:
-        """See greeting.Line."""
+        """See acceptor.Line."""
         while not self._received:
             if self._is_over:
                 raise LinkLost("the peer hung up in the handshake: it ended, or it is busy")
@@ -105,7 +105,7 @@ class PacketSocket:
             self._loop.call_soon(on_lost)
 
     def close(self) -> None:
-        """See greeting.Line."""
+        """See acceptor.Line."""
         self._on_lost = None
         self._end()
 

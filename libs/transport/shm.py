@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from libs.transport.greeting import Door, Prepared, greet
+from libs.transport.acceptor import Acceptor, Prepared, connect_line
 from libs.transport.handshake import Identity, Side
 from libs.transport.link import PeerLink
 from libs.transport.open_links import OpenLinks
@@ -39,26 +39,28 @@ def shares_memory(address: str) -> bool:
 class ShmListener:
     """Accepts Links at one name (port.Listener)."""
 
-    def __init__(self, transport: "ShmTransport", name: str, door: Door) -> None:
+    def __init__(self, transport: "ShmTransport", name: str, acceptor: Acceptor) -> None:
         """Raises ListenFailed."""
-        self.door, self._transport = door, transport
+        self.acceptor, self._transport = acceptor, transport
         try:
             self.address = f"{SCHEME}{host_id()}/{name}"
-            self._server = PacketServer(_socket_name(name), self._greet)
+            self._server = PacketServer(_socket_name(name), self._handshake)
         except OSError as error:
             raise ListenFailed(f"cannot listen at {SCHEME}.../{name}: {error}") from error
 
-    def _greet(self, packets: PacketSocket) -> None:
-        self.door.knock(self._transport.me, packets, lambda side: self._transport.prepare(side, packets))
+    def _handshake(self, packets: PacketSocket) -> None:
+        self.acceptor.shake_hands(
+            self._transport.me, packets, lambda side: self._transport.prepare(side, packets)
+        )
 
     async def accept(self) -> PeerLink:
         """See port.Listener."""
-        return await self.door.accept()
+        return await self.acceptor.accept()
 
     async def close(self) -> None:
         """See port.Listener."""
         self._server.close()
-        await self.door.close()
+        await self.acceptor.close()
 
 
 class ShmTransport:
@@ -69,10 +71,10 @@ class ShmTransport:
         self._cap_bytes = cap_bytes
         self._listeners: set[ShmListener] = set()
 
-    async def listen(self, host: str, port: int = 0, door: Door | None = None) -> ShmListener:
-        """See port.Transport. `host` plays no part; the same `port` gives the same address. `door` is where
-        Links wait to be accepted."""
-        listener = ShmListener(self, str(port) if port else secrets.token_hex(8), door or Door())
+    async def listen(self, host: str, port: int = 0, acceptor: Acceptor | None = None) -> ShmListener:
+        """See port.Transport. `host` plays no part; the same `port` gives the same address. Links wait in
+        `acceptor`."""
+        listener = ShmListener(self, str(port) if port else secrets.token_hex(8), acceptor or Acceptor())
         self._listeners.add(listener)
         return listener
 
@@ -89,7 +91,9 @@ class ShmTransport:
         try:
             async with asyncio.timeout(timeout_seconds):
                 packets = await connect_packets(_socket_name(name))
-                return await greet(self.me, packets, expected_peer, lambda side: self.prepare(side, packets))
+                return await connect_line(
+                    self.me, packets, expected_peer, lambda side: self.prepare(side, packets)
+                )
         except TimeoutError:
             raise LinkTimeout(f"{address} did not answer within {timeout_seconds} s") from None
         except OSError as error:

@@ -14,7 +14,7 @@ from libs.transport.port import Link, Transport
 from libs.worker.migration.call_links import CallLinks
 from libs.worker.migration.host.server import HostingServer
 from libs.worker.migration.host.weights import form_of
-from libs.worker.migration.owner.remote_host import HostLink
+from libs.worker.migration.owner.remote_host import RemoteHost
 
 SECONDS = 5.0
 
@@ -72,9 +72,9 @@ class Scene:
     async def connect(self, home: str = "home") -> Link:
         return await self.near(home).connect(self.server.address, timeout_seconds=SECONDS)
 
-    async def home(self, name: str = "home", *, timeout_seconds: float = SECONDS, **facts: str) -> HostLink:
+    async def home(self, name: str = "home", *, timeout_seconds: float = SECONDS, **facts: str) -> RemoteHost:
         links = self.call_links(self.near(name), timeout_seconds)
-        host = HostLink(
+        host = RemoteHost(
             await self.connect(name),
             await links.connect("host", self.calls.address, lambda calls, why: self.lost.append(why)),
             fingerprint=facts.get("fingerprint", "same"),
@@ -99,7 +99,7 @@ class Scene:
         await self.far.close()
 
 
-async def open_one(host: HostLink, move_id: str = "m", has_weights: bool = False) -> int:
+async def open_one(host: RemoteHost, move_id: str = "m", has_weights: bool = False) -> int:
     return await host.open(
         move_id,
         whole_layers(0, 2),

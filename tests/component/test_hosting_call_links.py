@@ -21,9 +21,9 @@ from libs.model.model import Model
 from libs.placement.module import heads_of, whole_layers
 from libs.transport.choose import make_transport
 from libs.worker.migration.call_links import CallLinks
-from libs.worker.migration.host.server import Guest
+from libs.worker.migration.host.server import OwnerLink
 from libs.worker.migration.host.weights import form_of
-from libs.worker.migration.owner.remote_host import HostLink
+from libs.worker.migration.owner.remote_host import RemoteHost
 from libs.worker.migration.threads import LoopEnded, run_on_loop
 
 MODEL = MODELS["gqa"]
@@ -37,7 +37,7 @@ class Scene:
     engine: Engine
     calls: CallLinks
     home: CallLinks
-    link: HostLink
+    link: RemoteHost
 
 
 @asynccontextmanager
@@ -53,7 +53,7 @@ async def hosting(listener: Listener | None = None) -> AsyncGenerator[Scene]:
         stack.push_async_callback(near.close)
         stack.push_async_callback(far.close)
         listening = await far.listen("127.0.0.1")
-        link = HostLink(
+        link = RemoteHost(
             await near.connect(listening.address, timeout_seconds=SECONDS),
             await home.connect("host", calls.address, lambda calls, why: None),
             fingerprint="same",
@@ -61,7 +61,7 @@ async def hosting(listener: Listener | None = None) -> AsyncGenerator[Scene]:
             timeout_seconds=SECONDS,
             ping_seconds=1.0,
         )
-        guest = Guest(
+        guest = OwnerLink(
             await listening.accept(),
             engine.hosting,
             form_of(MODEL),
@@ -77,7 +77,7 @@ async def hosting(listener: Listener | None = None) -> AsyncGenerator[Scene]:
         await asyncio.wait(serving)
 
 
-async def open_heads(link: HostLink, move_id: str, head: int) -> None:
+async def open_heads(link: RemoteHost, move_id: str, head: int) -> None:
     await link.open(
         move_id, heads_of(0, 4, (head,)), num_blocks_wanted=4, num_blocks_least=1, has_weights=False
     )

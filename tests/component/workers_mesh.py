@@ -166,7 +166,7 @@ class WorkersMesh:
         await self.until(
             lambda: (
                 {store.incarnation for store in stores}
-                <= {peer.presence.incarnation for peer in peers if peer._link is not None}
+                <= {peer.presence.incarnation for peer in peers if peer.is_connected}
             )
         )
 

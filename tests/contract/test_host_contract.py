@@ -33,9 +33,9 @@ from libs.placement.placement import Hosted
 from libs.transport.choose import TransportKind
 from libs.transport.port import Transport
 from libs.worker.migration.call_links import CallLinks
-from libs.worker.migration.host.server import Guest
+from libs.worker.migration.host.server import OwnerLink
 from libs.worker.migration.host.weights import form_of
-from libs.worker.migration.owner.remote_host import HostLink
+from libs.worker.migration.owner.remote_host import RemoteHost
 
 SECONDS = 10.0
 GUEST = "home"
@@ -153,7 +153,7 @@ def call_links(
 @asynccontextmanager
 async def over_links(
     kind: TransportKind, stage: Stage, threads: TurnedByThreads | None
-) -> AsyncIterator[HostLink]:
+) -> AsyncIterator[RemoteHost]:
     network, hosting = MemoryNetwork(), HereAndNow(stage.there)
 
     def transport(incarnation: str) -> Transport:
@@ -171,7 +171,7 @@ async def over_links(
     calls = await near_calls.connect("the-host", far_calls.address, lambda calls, why: None)
     listener = await far.listen("127.0.0.1")
     link = await near.connect(listener.address, timeout_seconds=SECONDS)
-    guest = Guest(
+    guest = OwnerLink(
         await listener.accept(),
         hosting,
         form_of(MODEL),
@@ -181,7 +181,7 @@ async def over_links(
         on_change=lambda: None,
         is_leaving=lambda: False,
     )
-    host = HostLink(
+    host = RemoteHost(
         link,
         calls,
         fingerprint="same",
@@ -321,14 +321,14 @@ async def test_every_answered_call_has_a_test_here() -> None:
 
 
 @pytest.fixture(params=["memory", "ucx"])
-async def linked(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Stage, HostLink]]:
+async def linked(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Stage, RemoteHost]]:
     stage = Stage(HostScene(MODEL))
     async with over_links(cast("TransportKind", request.param), stage, None) as host:
         stage.host = host
         yield stage, host
 
 
-async def test_a_lost_link_fails_all_answers_also_the_next_ones(linked: tuple[Stage, HostLink]) -> None:
+async def test_a_lost_link_fails_all_answers_also_the_next_ones(linked: tuple[Stage, RemoteHost]) -> None:
     stage, host = linked
     stage.open(whole_layers(1, 3))
     stage.there.modules.run_all = lambda: None  # a host that is stuck

@@ -12,8 +12,8 @@ from typing import cast
 import pytest
 from memory_transport import MemoryNetwork, any_transport
 
+from libs.transport.acceptor import MAX_HANDSHAKES
 from libs.transport.choose import TransportKind, make_transport
-from libs.transport.greeting import MAX_HANDSHAKES
 from libs.transport.port import (
     HandshakeRefused,
     Link,
@@ -213,7 +213,7 @@ async def silent_strangers(address: str) -> list[socket.socket]:
 async def test_strangers_that_say_nothing_are_bounded_in_number(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("libs.transport.greeting.HANDSHAKE_SECONDS", 600.0)
+    monkeypatch.setattr("libs.transport.acceptor.HANDSHAKE_SECONDS", 600.0)
     server, client = mesh.transport("s"), mesh.transport("c")
     listener = await server.listen("127.0.0.1")
     strangers = await silent_strangers(listener.address)
@@ -224,7 +224,7 @@ async def test_strangers_that_say_nothing_are_bounded_in_number(
 
 
 async def test_strangers_that_say_nothing_are_cut_off(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libs.transport.greeting.HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr("libs.transport.acceptor.HANDSHAKE_SECONDS", 0.3)
     server, client = mesh.transport("s"), mesh.transport("c")
     listener = await server.listen("127.0.0.1")
     loop = asyncio.get_running_loop()

@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 
 from libs.transport import handshake
+from libs.transport.acceptor import Acceptor
 from libs.transport.choose import TransportKind, make_transport
 from libs.transport.credits import Credit, LinkLimits
-from libs.transport.greeting import Door
 from libs.transport.handshake import Identity
 from libs.transport.link import PeerLink
 from libs.transport.memory import NO_BODY, Memory, as_memory, copy_to_host
@@ -121,16 +121,16 @@ class MemoryListener:
 
     def __init__(self, transport: "MemoryTransport", address: str) -> None:
         self.transport, self.address = transport, address
-        self.door = Door()
+        self.acceptor = Acceptor()
 
     async def accept(self) -> PeerLink:
         """See port.Listener."""
-        return await self.door.accept()
+        return await self.acceptor.accept()
 
     async def close(self) -> None:
         """See port.Listener."""
         self.transport.network.listeners.pop(self.address, None)
-        await self.door.close()
+        await self.acceptor.close()
 
 
 class MemoryTransport:
@@ -154,12 +154,12 @@ class MemoryTransport:
             raise LinkTimeout(f"{address} did not answer within {timeout_seconds} s")
         await asyncio.sleep(self.network.delay_seconds)
         listener = self.network.listeners.get(address)
-        if listener is None or not listener.door.has_room():
+        if listener is None or not listener.acceptor.has_room():
             raise LinkLost(f"nobody accepts Links at {address}")
         try:
             return self._shake_hands(listener, expected_peer)
         except HandshakeRefused as error:
-            listener.door.refuse(str(error))
+            listener.acceptor.refuse(str(error))
             raise
 
     def _shake_hands(self, listener: MemoryListener, expected_peer: str) -> PeerLink:
@@ -179,7 +179,7 @@ class MemoryTransport:
         far.attach(far_wire)
         self.links.add(near)
         listener.transport.links.add(far)
-        listener.door.offer(far)
+        listener.acceptor.offer(far)
         return near
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from libs.transport.greeting import Door, Prepared, greet
+from libs.transport.acceptor import Acceptor, Prepared, connect_line
 from libs.transport.handshake import Identity, Side
 from libs.transport.link import PeerLink
 from libs.transport.memory import Memory
@@ -33,11 +33,11 @@ _decoder = msgspec.msgpack.Decoder(Offer)
 class UcxListener:
     """Accepts Links at one host and port (port.Listener)."""
 
-    def __init__(self, serve: "Callable[[UcxListener, Lifeline], None]", door: Door) -> None:
+    def __init__(self, serve: "Callable[[UcxListener, Lifeline], None]", acceptor: Acceptor) -> None:
         self._serve = serve
         self._server: asyncio.Server | None = None
         self._address = ""
-        self.door = door
+        self.acceptor = acceptor
 
     async def open(self, host: str, port: int) -> None:
         """Bind. Raises ListenFailed."""
@@ -57,13 +57,13 @@ class UcxListener:
 
     async def accept(self) -> PeerLink:
         """See port.Listener."""
-        return await self.door.accept()
+        return await self.acceptor.accept()
 
     async def close(self) -> None:
         """See port.Listener."""
         if self._server is not None:
             self._server.close()
-        await self.door.close()
+        await self.acceptor.close()
 
 
 class UcxTransport:
@@ -78,10 +78,10 @@ class UcxTransport:
         self.context = UcxContext()
         self._listeners: set[UcxListener] = set()
 
-    async def listen(self, host: str, port: int = 0, door: Door | None = None) -> UcxListener:
-        """See port.Transport. `door` is where Links wait to be accepted."""
+    async def listen(self, host: str, port: int = 0, acceptor: Acceptor | None = None) -> UcxListener:
+        """See port.Transport. Links wait in `acceptor`."""
         load_library()
-        listener = UcxListener(self._greet, door or Door())
+        listener = UcxListener(self._handshake, acceptor or Acceptor())
         await listener.open(host, port)
         self._listeners.add(listener)
         return listener
@@ -93,7 +93,7 @@ class UcxTransport:
         try:
             async with asyncio.timeout(timeout_seconds):
                 await asyncio.get_running_loop().create_connection(lambda: lifeline, host, port)
-                return await greet(
+                return await connect_line(
                     self.me, lifeline, expected_peer, lambda side: self._prepare(side, lifeline)
                 )
         except TimeoutError:
@@ -101,8 +101,8 @@ class UcxTransport:
         except OSError as error:
             raise LinkLost(f"cannot reach {address}: {error}") from error
 
-    def _greet(self, listener: UcxListener, lifeline: Lifeline) -> None:
-        listener.door.knock(self.me, lifeline, lambda side: self._prepare(side, lifeline))
+    def _handshake(self, listener: UcxListener, lifeline: Lifeline) -> None:
+        listener.acceptor.shake_hands(self.me, lifeline, lambda side: self._prepare(side, lifeline))
 
     def _prepare(self, side: Side, lifeline: Lifeline) -> Prepared:
         link = PeerLink(side.peer.incarnation, self.me.limits, side.peer.limits, self.links.discard)

@@ -8,7 +8,7 @@ from libs.engine.hosting.hosting import Hosting
 from libs.engine.hosting.port import HostLost
 from libs.engine.thread_loop import ThreadLoop
 from libs.transport.port import LinkError, LinkLost, Listener, Transport
-from libs.worker.migration.host.calls import GuestCalls
+from libs.worker.migration.host.calls import OwnerCalls
 from libs.worker.migration.owner.remote_host import HostCalls
 from libs.worker.migration.threads import LoopEnded, run_on_loop
 
@@ -32,7 +32,7 @@ class CallLinks:
         on_hosted_call_done: Callable[[float], None],
     ) -> None:
         """`open_transport` is called on the loop, `wake` with each answer of a host. Calls to hosts and of
-        guests are timed apart. Without a `thread_loop` all is on the running loop, and the transport
+        owners are timed apart. Without a `thread_loop` all is on the running loop, and the transport
         somebody else's to close."""
         self._thread_loop, self._open_transport, self._wake = thread_loop, open_transport, wake
         self._loop = asyncio.get_running_loop() if thread_loop is None else thread_loop.loop
@@ -40,14 +40,14 @@ class CallLinks:
         self._on_call_done, self._on_hosted_call_done = on_call_done, on_hosted_call_done
         self._transport: Transport | None = None
         self._listener: Listener | None = None
-        self._guests: dict[str, GuestCalls] = {}
+        self._owners: dict[str, OwnerCalls] = {}
         self._is_closed = False
         if thread_loop is not None:
             thread_loop.at_end(self._close)
 
     @property
     def address(self) -> str:
-        """Where guests' calls come to, for presence; empty where none are taken."""
+        """Where owners' calls come to, for presence; empty where none are taken."""
         return "" if self._listener is None else self._listener.address
 
     def num_open_links(self) -> int:
@@ -59,7 +59,7 @@ class CallLinks:
         await run_on_loop(self._loop, self._listen(host))
 
     async def accept(self, hosting: Hosting) -> None:
-        """Take calls of guests, until the listener closes or the loop ends."""
+        """Take calls of owners, until the listener closes or the loop ends."""
         with suppress(LoopEnded, LinkLost):
             await run_on_loop(self._loop, self._accept(hosting))
 
@@ -70,11 +70,11 @@ class CallLinks:
         Raises HostLost."""
         own_loop = asyncio.get_running_loop()
 
-        def tell_lost(calls: HostCalls, why: str) -> None:
+        def hear_lost(calls: HostCalls, why: str) -> None:
             with suppress(RuntimeError):  # the worker has ended, and nobody is left to tell
                 own_loop.call_soon_threadsafe(on_lost, calls, why)
 
-        connecting = asyncio.create_task(run_on_loop(self._loop, self._connect(worker, address, tell_lost)))
+        connecting = asyncio.create_task(run_on_loop(self._loop, self._connect(worker, address, hear_lost)))
         try:
             return await asyncio.shield(connecting)
         except asyncio.CancelledError:
@@ -115,21 +115,21 @@ class CallLinks:
     async def _accept(self, hosting: Hosting) -> None:
         while self._listener is not None:
             link = await self._listener.accept()
-            if (before := self._guests.get(link.peer)) is not None:
+            if (before := self._owners.get(link.peer)) is not None:
                 before.close()  # what still comes over it would mix with what the newer one brings
-            guest = GuestCalls(
+            owner = OwnerCalls(
                 link,
                 hosting,
                 send_timeout_seconds=self._timeout_seconds,
                 on_call_done=self._on_hosted_call_done,
-                on_over=self._guest_over,
+                on_over=self._owner_over,
             )
             if link.is_open:
-                self._guests[link.peer] = guest
+                self._owners[link.peer] = owner
 
-    def _guest_over(self, guest: GuestCalls) -> None:
-        if self._guests.get(guest.name) is guest:
-            del self._guests[guest.name]
+    def _owner_over(self, owner: OwnerCalls) -> None:
+        if self._owners.get(owner.name) is owner:
+            del self._owners[owner.name]
 
     async def _connect(
         self, worker: str, address: str, on_lost: Callable[[HostCalls, str], None]

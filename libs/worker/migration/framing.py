@@ -1,4 +1,4 @@
-"""Messages between home and host as frames of a Link.
+"""Messages between owner and host as frames of a Link.
 
 A message is one of `protocol.Head`. Its arrays lie one after the other in the body, in the order of its
 fields, each at a multiple of `ALIGNMENT_BYTES`; dtypes, shapes and the xxh3-64 of the whole body are in the
@@ -43,7 +43,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class BadFrame(Exception):
-    """The peer sent what no home or host sends, or something changed on its way; says what."""
+    """The peer sent what no owner or host sends, or something changed on its way; says what."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

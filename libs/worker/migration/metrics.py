@@ -13,7 +13,7 @@ _PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _STEP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
-class MoveMetrics:
+class MigrationMetrics:
     """Declared once, in the registry of the process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

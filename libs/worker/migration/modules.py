@@ -13,8 +13,8 @@ from libs.transport.port import Transport
 from libs.worker.migration.call_links import CallLinks
 from libs.worker.migration.host.server import HostingServer
 from libs.worker.migration.host.weights import form_of
-from libs.worker.migration.metrics import MoveMetrics
-from libs.worker.migration.owner.migrations import Mover
+from libs.worker.migration.metrics import MigrationMetrics
+from libs.worker.migration.owner.migrations import Migrations
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import block_shape_of, fingerprint_of, max_model_len_of
 
@@ -38,7 +38,7 @@ class Modules:
         self._runtime, self._transport, self._settings = runtime, transport, settings
         self._form, self._engine = form_of(model), engine
         self._fingerprint = fingerprint_of(settings, model)
-        metrics = MoveMetrics(runtime.registry)
+        metrics = MigrationMetrics(runtime.registry)
         self._calls = CallLinks(
             engine.own_loop if transport.spans_loops else None,
             open_transport if transport.spans_loops else lambda: transport,
@@ -47,7 +47,7 @@ class Modules:
             on_call_done=metrics.host_call_seconds.observe,
             on_hosted_call_done=metrics.hosted_call_seconds.observe,
         )
-        self._mover = Mover(
+        self._migrations = Migrations(
             runtime,
             settings,
             engine.moving,
@@ -60,7 +60,7 @@ class Modules:
             slot_bytes=block_shape_of(model, settings.block_size).num_bytes // model.config.num_kv_heads,
             max_model_len=max_model_len_of(settings, model),
         )
-        engine.moving.listen(self._mover.placement_changed)
+        engine.moving.listen(self._migrations.placement_changed)
         metrics.watch(
             engine.hosting.hosted,
             epoch=lambda: engine.moving.placement.epoch,
@@ -70,7 +70,7 @@ class Modules:
 
     @property
     def address(self) -> str:
-        """Where guests come to, for presence; empty where this worker hosts nothing."""
+        """Where owners come to, for presence; empty where this worker hosts nothing."""
         return self._server.address if self._server is not None else ""
 
     @property
@@ -90,15 +90,15 @@ class Modules:
             detail = f"it hosts {len(hosted)} modules, of {', '.join(sorted({one.home for one in hosted}))}"
         elif placement.placed:
             detail = f"{len(placement.placed)} of its modules are away"
-        elif self._mover.busy_with:
-            detail = f"move {self._mover.busy_with} is under way"
+        elif self._migrations.busy_with:
+            detail = f"move {self._migrations.busy_with} is under way"
         else:
             return None
         detail += "; order the change of role when everything is home"
         return MoveDenied(reason=DenialReason.BUSY, detail=detail, epoch=placement.epoch)
 
     async def open(self) -> None:
-        """Once the engine has started: take guests and orders."""
+        """Once the engine has started: accept owners and orders."""
         if self._settings.hosting:
             await self._calls.listen(self._settings.link_host)
             self._runtime.spawn("guests-calls", self._calls.accept(self._engine.hosting))
@@ -107,36 +107,36 @@ class Modules:
                 self._engine.hosting,
                 self._form,
                 self._runtime.spawn,
-                self._mover.hosting_changed,
+                self._migrations.hosting_changed,
                 fingerprint=self._fingerprint,
                 lease_seconds=self._settings.lease_seconds,
                 send_timeout_seconds=self._settings.hosting_timeout_seconds,
             )
             self._runtime.spawn("guests", self._server.run())
-        await self._mover.open()
+        await self._migrations.open()
 
     def roster_changed(self, change: RosterChange) -> None:
-        """Hosts may be gone. Guests are not asked after: they renew their leases over their Links."""
+        """Hosts may be gone. Owners are not asked after: they renew their leases over their Links."""
         for departed in change.departed:
             if departed.kind in (ServiceKind.PREFILL_WORKER, ServiceKind.DECODE_WORKER):
-                self._mover.host_departed(departed.incarnation)
+                self._migrations.host_departed(departed.incarnation)
 
     async def drain(self, own_work: Awaitable[object]) -> None:
-        """Take no more orders. Returns when `own_work` has ended and nothing of guests is left here.
+        """Take no more orders. Returns when `own_work` has ended and nothing of owners is left here.
 
-        Guests take their modules home, or have ended their own work. Own modules are let go with the own
+        Owners take their modules owner, or have ended their own work. Own modules are let go with the own
         work: of two workers that host for each other and drain at once, each would wait for the other.
         """
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._mover.drain())
+            tasks.create_task(self._migrations.drain())
             if self._server is not None:
                 tasks.create_task(self._server.drain())
             await own_work
-            await self._mover.let_go()
+            await self._migrations.let_go()
 
     async def close(self) -> None:
-        """Take no more orders and guests. Links for calls end now, the others with the transport."""
-        await self._mover.close()
+        """Accept no more orders and owners. Links for calls end now, the others with the transport."""
+        await self._migrations.close()
         if self._server is not None:
             await self._server.close()
         await self._calls.close()

@@ -1,4 +1,4 @@
-"""Messages between a home and a host over their Links; `framing` sends the arrays of each behind it."""
+"""Messages between an owner and a host over their Links; `framing` sends the arrays of each behind it."""
 
 from enum import Enum
 
@@ -10,13 +10,13 @@ from libs.placement.module import Module
 
 
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
-    """Make room for a module. home -> host, answered by Opened or OpenRefused."""
+    """Make room for a module. owner -> host, answered by Opened or OpenRefused."""
 
     ask_id: int
     move_id: str
     module: Module
     fingerprint: str
-    """Of the home's model and block layout; a host with another one refuses."""
+    """Of the owner's model and block layout; a host with another one refuses."""
     num_blocks_wanted: int
     num_blocks_least: int
     has_weights: bool = False
@@ -24,7 +24,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
-    """The module is there, empty. host -> home."""
+    """The module is there, empty. host -> owner."""
 
     ask_id: int
     num_blocks: int
@@ -38,7 +38,7 @@ class RefusalKind(Enum):
 
 
 class OpenRefused(msgspec.Struct, frozen=True, kw_only=True, tag="open_refused"):
-    """Nothing was made. host -> home."""
+    """Nothing was made. host -> owner."""
 
     ask_id: int
     kind: RefusalKind
@@ -46,7 +46,7 @@ class OpenRefused(msgspec.Struct, frozen=True, kw_only=True, tag="open_refused")
 
 
 class WeightPiece(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="weights"):
-    """Bytes from `first_byte` on of one tensor of an open module. home -> host, answered by WeightsAt or
+    """Bytes from `first_byte` on of one tensor of an open module. owner -> host, answered by WeightsAt or
     OpenRefused. Names and shapes are those of `libs.model.layer_weights`."""
 
     ask_id: int
@@ -58,59 +58,59 @@ class WeightPiece(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="weig
 
 
 class WeightsAt(msgspec.Struct, frozen=True, kw_only=True, tag="weights_at"):
-    """That piece is there; after the last one of a layer: the layer can run. host -> home."""
+    """That piece is there; after the last one of a layer: the layer can run. host -> owner."""
 
     ask_id: int
 
 
 class Close(msgspec.Struct, frozen=True, kw_only=True, tag="close"):
-    """Free the module, also a half-opened one; unknown ones are ignored. home -> host, answered by Closed."""
+    """Free the module, also a half-opened one; ignored if unknown. owner -> host, answered by Closed."""
 
     ask_id: int
     move_id: str
 
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
-    """It is free. host -> home."""
+    """It is free. host -> owner."""
 
     ask_id: int
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="call"):
-    """One call, done in order. home -> host, answered by Result or CallFailed where `call_id` is not 0."""
+    """One call, done in order. owner -> host, answered by Result or CallFailed where `call_id` is not 0."""
 
     call_id: int
     call: HostedCall
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag="result"):
-    """What a call gave. host -> home."""
+    """What a call gave. host -> owner."""
 
     call_id: int
     tensor: torch.Tensor
 
 
 class CallFailed(msgspec.Struct, frozen=True, kw_only=True, tag="call_failed"):
-    """The host could not do this call, or one before it: what lies there is of no use. host -> home."""
+    """The host could not do this call, or one before it: what lies there is of no use. host -> owner."""
 
     call_id: int
     detail: str
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
-    """Still here. Renews the lease of all modules. home -> host, answered by Pong where `ask_id` is not 0."""
+    """Renews the lease of all modules. owner -> host, answered by Pong where `ask_id` is not 0."""
 
     ask_id: int = 0
 
 
 class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
-    """So am I. host -> home."""
+    """So am I. host -> owner."""
 
     ask_id: int
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag="leaving"):
-    """This host is about to end: take your modules home. host -> home."""
+    """This host is about to end: take your modules back. host -> owner."""
 
 
 Head = (

@@ -46,6 +46,11 @@ class StorePeer:
         self._trust = Trust()
         self._has_left = False
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether its Link stands."""
+        return self._links.get(self._incarnation) is not None
+
     def meet(self) -> None:
         """Make the Link in the background, before the first prefix needs it."""
         if not self._links.is_connecting(self._incarnation) and self._trust.is_due(time.monotonic()):
@@ -89,8 +94,7 @@ class StorePeer:
 
     async def put(self, part: PutPart) -> bool:
         """Whether it was sent; puts of one store go one after the other."""
-        is_out_of_reach = self._links.get(self._incarnation) is None
-        if is_out_of_reach and not self._trust.is_due(time.monotonic()):
+        if not self.is_connected and not self._trust.is_due(time.monotonic()):
             return False
         try:
             await (await self._connected()).put(part)

@@ -1,4 +1,4 @@
-"""Calls of a guest over a Link of their own."""
+"""Calls of an owner over a Link of their own."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ class _Running:
     began: float
 
 
-class GuestCalls:
+class OwnerCalls:
     """Serves one Link from when it is made, on the Link's loop, until the Link is over. Calls for modules
     that are not here, or not any more, are failed by the engine. `on_call_done` hears how long one took,
     `on_over` that the Link is over."""
@@ -44,7 +44,7 @@ class GuestCalls:
         *,
         send_timeout_seconds: float,
         on_call_done: Callable[[float], None],
-        on_over: "Callable[[GuestCalls], None]",
+        on_over: "Callable[[OwnerCalls], None]",
     ) -> None:
         self._link, self._hosting = link, hosting
         self._on_call_done, self._on_over = on_call_done, on_over
@@ -58,7 +58,7 @@ class GuestCalls:
 
     @property
     def name(self) -> str:
-        """The home's incarnation."""
+        """The owner's incarnation."""
         return self._link.peer
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class GuestCalls:
             self._closing = self._loop.create_task(self._link.close())
 
     def _lost(self, error: LinkLost) -> None:
-        log.info("guest_calls_ended", guest=self.name, reason=str(error))
+        log.info("owner_calls_ended", owner=self.name, reason=str(error))
         self._outgoing.close()
         self._on_over(self)
 
@@ -79,7 +79,7 @@ class GuestCalls:
             if message is not None:
                 is_kept = self._call(message, frame)
         except BadFrame as error:
-            log.warning("guest_broke_the_protocol", guest=self.name, error=str(error))
+            log.warning("owner_broke_the_protocol", owner=self.name, error=str(error))
             self.close()
         finally:
             if not is_kept:

@@ -37,7 +37,7 @@ MAX_DETAIL_CHARACTERS = 1000
 log = structlog.get_logger()
 
 
-class Guest:
+class OwnerLink:
     """Serves one Link until it is lost, or silent for longer than `lease_seconds`; then nothing of it is
     left here. Its calls come over another, see `guest_calls`. `on_change` hears when modules came or left."""
 
@@ -63,21 +63,21 @@ class Guest:
 
     @property
     def name(self) -> str:
-        """The home's incarnation."""
+        """The owner's incarnation."""
         return self._link.peer
 
-    def tell_leaving(self) -> None:
-        """Ask the home to take its modules back."""
+    def announce_leaving(self) -> None:
+        """Ask the owner to take its modules back."""
         self._outgoing.put(Leaving())
 
     async def serve(self) -> None:
-        """Returns when the Link is over and everything of this guest is freed."""
+        """Returns when the Link is over and everything of this owner is freed."""
         reason = "this worker is closing"
         try:
             async with asyncio.TaskGroup() as tasks:
                 reason = await self._receive(tasks)
         finally:
-            log.info("guest_link_ended", guest=self.name, reason=reason)
+            log.info("owner_link_ended", owner=self.name, reason=reason)
             self._outgoing.close()
             with suppress(EngineError):  # an engine that is closed has nobody's modules
                 await self._hosting.close_guest(self.name)
@@ -143,7 +143,7 @@ class Guest:
         if layers is not None:
             incoming = IncomingWeights(self._form, head.module.layers)
             self._weights[head.move_id] = incoming, layers
-        log.info("module_hosted", guest=self.name, move_id=head.move_id, num_blocks=num_blocks)
+        log.info("module_hosted", owner=self.name, move_id=head.move_id, num_blocks=num_blocks)
         self._outgoing.put(Opened(ask_id=head.ask_id, num_blocks=num_blocks))
         self._on_change()
 
@@ -178,7 +178,7 @@ class Guest:
             await asyncio.wait({opening})  # given up meanwhile, or long done
         with suppress(EngineError):  # an engine that is closed has nobody's modules
             await self._hosting.close(self.name, head.move_id)
-        log.info("hosted_module_closed", guest=self.name, move_id=head.move_id)
+        log.info("hosted_module_closed", owner=self.name, move_id=head.move_id)
         self._outgoing.put(Closed(ask_id=head.ask_id))
         self._on_change()
 
@@ -187,7 +187,7 @@ class Guest:
 
 
 class HostingServer:
-    """Accepts Links of guests on a listener of its own. One Link for each guest: a new one ends the old."""
+    """Accepts Links of owners on a listener of its own. One Link for each owner: a new one ends the old."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class HostingServer:
         self._on_change = on_change
         self._fingerprint = fingerprint
         self._lease_seconds, self._send_timeout_seconds = lease_seconds, send_timeout_seconds
-        self._guests: dict[str, tuple[Guest, asyncio.Task[None]]] = {}
+        self._owners: dict[str, tuple[OwnerLink, asyncio.Task[None]]] = {}
         self._changed = asyncio.Event()
         self._is_draining = False
 
@@ -215,19 +215,19 @@ class HostingServer:
         return self._listener.address
 
     async def run(self) -> NoReturn:
-        """Accept guests."""
+        """Accept owners."""
         while True:
             link = await self._listener.accept()
-            log.info("guest_came", guest=link.peer)
-            before = self._guests.pop(link.peer, None)
-            guest = self._guest(link)
-            self._guests[link.peer] = guest, self._spawn("guest", self._serve(guest, before))
+            log.info("owner_connected", owner=link.peer)
+            before = self._owners.pop(link.peer, None)
+            owner = self._owner(link)
+            self._owners[link.peer] = owner, self._spawn("owner", self._serve(owner, before))
 
     async def drain(self) -> None:
-        """Ask all guests to take their modules back; returns when the last one has."""
+        """Ask all owners to take their modules back; returns when the last one has."""
         self._is_draining = True
-        for guest, _ in self._guests.values():
-            guest.tell_leaving()
+        for owner, _ in self._owners.values():
+            owner.announce_leaving()
         while self._hosting.hosted():
             self._changed.clear()
             await self._changed.wait()
@@ -240,19 +240,19 @@ class HostingServer:
         self._changed.set()
         self._on_change()
 
-    async def _serve(self, guest: Guest, before: tuple[Guest, asyncio.Task[None]] | None) -> None:
+    async def _serve(self, owner: OwnerLink, before: tuple[OwnerLink, asyncio.Task[None]] | None) -> None:
         if before is not None:  # what it has here goes by its name, and the new one has nothing yet
             await before[0].close()
             await asyncio.wait({before[1]})
         try:
-            await guest.serve()
+            await owner.serve()
         finally:
-            if (now := self._guests.get(guest.name)) is not None and now[0] is guest:
-                del self._guests[guest.name]
+            if (now := self._owners.get(owner.name)) is not None and now[0] is owner:
+                del self._owners[owner.name]
             self._note_change()
 
-    def _guest(self, link: Link) -> Guest:
-        return Guest(
+    def _owner(self, link: Link) -> OwnerLink:
+        return OwnerLink(
             link,
             self._hosting,
             self._form,

@@ -1,4 +1,4 @@
-"""Links from a home to the hosts of its modules, two to each: one for calls, one for all else."""
+"""Links from an owner to the hosts of its modules, two to each: one for calls, one for all else."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,10 +9,10 @@ from libs.runtime.runtime import Spawn
 from libs.transport.link_pool import LinkPool
 from libs.transport.port import LinkError, Transport
 from libs.worker.migration.call_links import CallLinks
-from libs.worker.migration.owner.remote_host import HostCalls, HostLink
+from libs.worker.migration.owner.remote_host import HostCalls, RemoteHost
 
 
-class HostLinks:
+class HostConnections:
     """By incarnation; made when first needed. `on_lost` hears which host is lost and why, `on_leaving` which
     host asks for its modules to be taken back."""
 
@@ -33,9 +33,9 @@ class HostLinks:
         self._on_lost, self._on_leaving = on_lost, on_leaving
         self._roster, self._fingerprint = roster, fingerprint
         self._timeout_seconds, self._ping_seconds = timeout_seconds, ping_seconds
-        self._pool: LinkPool[HostLink] = LinkPool(spawn, self._ended)
+        self._pool: LinkPool[RemoteHost] = LinkPool(spawn, self._ended)
 
-    def get(self, worker: str) -> HostLink | None:
+    def get(self, worker: str) -> RemoteHost | None:
         """The Link that stands."""
         return self._pool.get(worker)
 
@@ -43,7 +43,7 @@ class HostLinks:
         """To whom Links stand."""
         return self._pool.peers()
 
-    async def connect(self, worker: str) -> HostLink:
+    async def connect(self, worker: str) -> RemoteHost:
         """The Link that stands, or a new one. Raises HostLost."""
         try:
             host = await self._pool.connect(worker, partial(self._connect, worker))
@@ -53,7 +53,7 @@ class HostLinks:
             self._calls_lost(host.calls, host.calls.lost.why)
         return host
 
-    async def _connect(self, worker: str) -> HostLink:
+    async def _connect(self, worker: str) -> RemoteHost:
         presence = self._roster.get(worker)
         if presence is None:
             raise HostLost(worker, "it left the mesh")
@@ -65,7 +65,7 @@ class HostLinks:
         except BaseException:
             self._spawn("drop-calls", self._calls.drop(calls))
             raise
-        return HostLink(
+        return RemoteHost(
             link,
             calls,
             fingerprint=self._fingerprint,
@@ -83,7 +83,7 @@ class HostLinks:
         if (host := self._pool.drop(worker)) is not None:
             host.lose(why)
 
-    def _ended(self, host: HostLink, reason: str, is_dropped: bool) -> None:
+    def _ended(self, host: RemoteHost, reason: str, is_dropped: bool) -> None:
         if not is_dropped:
             self._on_lost(host.worker, reason)
         self._spawn("drop-calls", self._calls.drop(host.calls))

@@ -1,4 +1,4 @@
-"""The two ways that a module moves: what each asks of the host, of the weights and of the engine."""
+"""The two directions of a migration: what each asks of the host, of the weights and of the engine."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -16,14 +16,14 @@ from libs.model.layer_weights import layer_tensors, layer_weight_bytes
 from libs.model.model import Model
 from libs.placement.placement import Placed
 from libs.worker.migration.framing import PIECE_BYTES
-from libs.worker.migration.owner.remote_host import HostLink
+from libs.worker.migration.owner.remote_host import RemoteHost
 from libs.worker.migration.threads import run_in_thread
 
 CountWeights = Callable[[int], Awaitable[None]]
 """So many bytes of weights have travelled; returns when more may."""
 
 
-class Way(Protocol):
+class Direction(Protocol):
     """What a move does in its phases, apart from copying KV and switching, which is one for both."""
 
     @property
@@ -71,29 +71,29 @@ class _Beginning:
             await asyncio.wait({self._task})
 
 
-class Away:
-    """From home to a host. `connect` gives the Link, a new one or one that stands."""
+class Outbound:
+    """From its owner to a host. `connect` gives the Link, a new one or one that stands."""
 
     def __init__(
         self,
-        home: Moving,
-        connect: Callable[[], Awaitable[HostLink]],
+        engine: Moving,
+        connect: Callable[[], Awaitable[RemoteHost]],
         placed: Placed,
         *,
         num_blocks_least: int,
     ) -> None:
-        self._home, self._connect, self._placed = home, connect, placed
+        self._engine, self._connect, self._placed = engine, connect, placed
         self._num_blocks_least = num_blocks_least
         self.num_weight_bytes = 0
-        self._host: HostLink | None = None
+        self._host: RemoteHost | None = None
         self._beginning = _Beginning()
 
     async def reserve(self) -> None:
-        """See Way. What is asked for is what the home could make use of."""
-        placed, home = self._placed, self._home
-        wanted = placed.num_blocks or await home.capacity_with(placed)
+        """See Direction. What is asked for is what the owner could make use of."""
+        placed, engine = self._placed, self._engine
+        wanted = placed.num_blocks or await engine.capacity_with(placed)
         if not placed.has_weights_at_home:
-            model = await home.model_here()
+            model = await engine.model_here()
             layer_bytes = layer_weight_bytes(model.config, model.dtype)
             self.num_weight_bytes = len(placed.module.layers) * layer_bytes
         self._host = await self._connect()
@@ -108,39 +108,39 @@ class Away:
         except NoRoom as refusal:
             if placed.num_blocks:
                 raise
-            hint = f"the home has {home.num_total_blocks}: order it with --blocks (num_blocks) if fewer do"
+            hint = f"the home has {engine.num_total_blocks}: order it with --blocks (num_blocks) if fewer do"
             raise NoRoom(f"{refusal}; {hint}") from refusal
         self._placed = replace(placed, num_blocks=num_blocks)
 
     async def begin(self, count_weights: CountWeights) -> int:
-        """See Way."""
+        """See Direction."""
         placed, host, model_after = self._placed, self._opened(), None
         if not placed.has_weights_at_home:
-            model = await self._home.model_here()
+            model = await self._engine.model_here()
             for layer in placed.module.layers:
                 tensors = await run_in_thread(partial(layer_tensors, model.layer(layer)))
                 for name, tensor in tensors.items():
                     await self._send(host, layer, name, tensor, count_weights)
             model_after = model.without_layers(placed.module.layers)
-        return await self._beginning.run(self._home.begin_move(placed, host, model_after=model_after))
+        return await self._beginning.run(self._engine.begin_move(placed, host, model_after=model_after))
 
     async def settle(self) -> None:
-        """See Way."""
+        """See Direction."""
         await self._opened().settle()
 
     async def release(self) -> None:
-        """See Way. The switch gave the pool its new layout; weights go with the last who holds them."""
+        """See Direction. The switch gave the pool its new layout; weights go with the last who holds them."""
 
     async def roll_back(self) -> None:
-        """See Way."""
+        """See Direction."""
         await self._beginning.over()
-        await self._home.cancel_move(self._placed.move_id)
+        await self._engine.cancel_move(self._placed.move_id)
         if self._host is not None:
             with suppress(HostLost):  # nothing of it is left there then
                 await self._host.close_module(self._placed.move_id)
 
     async def _send(
-        self, host: HostLink, layer: int, name: str, tensor: torch.Tensor, count_weights: CountWeights
+        self, host: RemoteHost, layer: int, name: str, tensor: torch.Tensor, count_weights: CountWeights
     ) -> None:
         flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
         for first in range(0, flat.numel(), PIECE_BYTES):
@@ -148,43 +148,43 @@ class Away:
             await host.send_weights(self._placed.move_id, layer, name, first, piece)
             await count_weights(piece.numel())
 
-    def _opened(self) -> HostLink:
+    def _opened(self) -> RemoteHost:
         if self._host is None:
             raise RuntimeError("a module is reserved at its host before it is copied")
         return self._host
 
 
-class Return:
+class Inbound:
     """Home again. `find` gives the Link that stands, if it does."""
 
-    def __init__(self, home: Moving, find: Callable[[], HostLink | None], placed: Placed) -> None:
-        self._home, self._find, self._placed = home, find, placed
+    def __init__(self, engine: Moving, find: Callable[[], RemoteHost | None], placed: Placed) -> None:
+        self._engine, self._find, self._placed = engine, find, placed
         self.num_weight_bytes = 0  # they are read where the model was loaded from
         self._beginning = _Beginning()
 
     async def reserve(self) -> None:
-        """See Way. What the home has too little room for, the switch takes from its youngest sequences."""
+        """See Direction. Where room is lacking the switch takes it from the youngest sequences."""
 
     async def begin(self, count_weights: CountWeights) -> int:
-        """See Way. Weights that travelled are read again from where the model was loaded."""
+        """See Direction. Weights that travelled are read again from where the model was loaded."""
         model_after: Model | None = None
         if not self._placed.has_weights_at_home:
-            model, layers = await self._home.model_here(), self._placed.module.layers
+            model, layers = await self._engine.model_here(), self._placed.module.layers
             loaded = await run_in_thread(partial(model.reload_layers, layers))
             model_after = model.with_layers(loaded)
-        begin = self._home.begin_return(self._placed.move_id, model_after=model_after)
+        begin = self._engine.begin_return(self._placed.move_id, model_after=model_after)
         return await self._beginning.run(begin)
 
     async def settle(self) -> None:
-        """See Way. What is read is there when it was read."""
+        """See Direction. What is read is there when it was read."""
 
     async def release(self) -> None:
-        """See Way."""
+        """See Direction."""
         if (host := self._find()) is not None:
             with suppress(HostLost):  # nothing of it is left there then
                 await host.close_module(self._placed.move_id)
 
     async def roll_back(self) -> None:
-        """See Way."""
+        """See Direction."""
         await self._beginning.over()
-        await self._home.cancel_move(self._placed.move_id)
+        await self._engine.cancel_move(self._placed.move_id)

@@ -16,12 +16,12 @@ from libs.model.errors import ModelError
 from libs.placement.phases import MovePhase, can_abandon, is_over
 from libs.placement.placement import BadPlacement
 from libs.telemetry.traces import end_span, start_span, traceparent_of
-from libs.worker.migration.owner.directions import Way
+from libs.worker.migration.owner.directions import Direction
 
 FEW_BLOCKS = 8
 """So little left is copied in the switch itself."""
 MAX_ROUNDS = 8
-"""A home that writes as fast as it copies is not caught up with; the switch copies what is left."""
+"""An owner that writes as fast as it copies is not caught up with; the switch copies what is left."""
 _SHRINKS_TO = 0.7
 """Another round is worth it while each leaves at most this share of what the one before left."""
 
@@ -98,24 +98,24 @@ WHY_BROKEN = (EngineError, ModelError, BadPlacement)
 log = structlog.get_logger()
 
 
-class Move:
+class Migration:
     """Runs once. `on_change` hears the record at every phase."""
 
     def __init__(
         self,
         record: MoveRecord,
-        home: Moving,
-        way: Way,
+        engine: Moving,
+        direction: Direction,
         pace: Pace,
         on_change: Callable[[MoveRecord], None],
         *,
-        home_move_id: str,
+        module_move_id: str,
         block_bytes: int,
         deadline_seconds: float,
     ) -> None:
         self.record = record
-        self._home, self._way, self._pace, self._on_change = home, way, pace, on_change
-        self._home_move_id, self._block_bytes = home_move_id, block_bytes
+        self._engine, self._direction, self._pace, self._on_change = engine, direction, pace, on_change
+        self._module_move_id, self._block_bytes = module_move_id, block_bytes
         self._ends_at = asyncio.get_running_loop().time() + deadline_seconds
         self._given_up = asyncio.Event()
         self._is_decided = asyncio.Event()
@@ -160,12 +160,12 @@ class Move:
 
     async def _do(self, phase: MovePhase) -> None:
         act = {
-            MovePhase.RESERVING: self._way.reserve,
+            MovePhase.RESERVING: self._direction.reserve,
             MovePhase.COPYING: self._begin,
             MovePhase.CATCHING_UP: self._round,
             MovePhase.SWITCHING: self._switch,
-            MovePhase.RELEASING: self._way.release,
-            MovePhase.ROLLING_BACK: self._way.roll_back,
+            MovePhase.RELEASING: self._direction.release,
+            MovePhase.ROLLING_BACK: self._direction.roll_back,
         }.get(phase)
         if act is None:
             return
@@ -183,8 +183,10 @@ class Move:
             self._bound = None
 
     async def _begin(self) -> None:
-        self._expect(self._home.num_total_blocks - self._home.num_free_blocks)  # a guess until it has begun
-        num_left = await self._way.begin(self._count_weights)
+        self._expect(
+            self._engine.num_total_blocks - self._engine.num_free_blocks
+        )  # a guess until it has begun
+        num_left = await self._direction.begin(self._count_weights)
         self._expect(num_left)
         self._progress = replace(self._progress, num_left_blocks=num_left)
         await self._copy()
@@ -200,8 +202,8 @@ class Move:
         num_left = num_before = self._progress.num_left_blocks
         num_bytes = 0
         while num_left and num_bytes < num_before * self._block_bytes:
-            piece = await self._home.copy_some(self._home_move_id, self._pace.piece_bytes)
-            await self._way.settle()  # no more is under way than the host takes
+            piece = await self._engine.copy_some(self._module_move_id, self._pace.piece_bytes)
+            await self._direction.settle()  # no more is under way than the host takes
             num_left, num_bytes = piece.num_left_blocks, num_bytes + piece.num_copied_bytes
             await self._count_kv(piece.num_copied_bytes)
             self._expect(num_left)
@@ -211,7 +213,7 @@ class Move:
 
     async def _switch(self) -> None:
         """Not cut off: it is over soon, or waits, and then the engine is told to give it up."""
-        switching = asyncio.ensure_future(self._home.switch(self._home_move_id))
+        switching = asyncio.ensure_future(self._engine.switch(self._module_move_id))
         given_up = asyncio.ensure_future(self._given_up.wait())
         try:
             seconds_left = self._ends_at - asyncio.get_running_loop().time()
@@ -219,7 +221,7 @@ class Move:
                 {switching, given_up}, timeout=max(0.0, seconds_left), return_when=asyncio.FIRST_COMPLETED
             )
             if not switching.done():
-                await self._home.cancel_move(self._home_move_id)
+                await self._engine.cancel_move(self._module_move_id)
             switched = await switching
         finally:
             given_up.cancel()
@@ -228,7 +230,7 @@ class Move:
             self.record,
             num_kv_bytes=switched.num_bytes,
             num_total_bytes=self.record.num_weight_bytes + switched.num_bytes,
-            epoch=self._home.placement.epoch,
+            epoch=self._engine.placement.epoch,
             pause_seconds=switched.pause_seconds,
             num_blocks_after=switched.num_blocks_after,
             error="",
@@ -237,7 +239,7 @@ class Move:
 
     def _expect(self, num_left_blocks: int) -> None:
         num_kv_bytes = self.record.num_kv_bytes + num_left_blocks * self._block_bytes
-        self.record = replace(self.record, num_total_bytes=self._way.num_weight_bytes + num_kv_bytes)
+        self.record = replace(self.record, num_total_bytes=self._direction.num_weight_bytes + num_kv_bytes)
 
     async def _count_kv(self, num_bytes: int) -> None:
         self.record = replace(self.record, num_kv_bytes=self.record.num_kv_bytes + num_bytes)
@@ -266,7 +268,7 @@ class Move:
         if not ended:
             self._phase_span = start_span(f"move.{phase.value}", traceparent_of(self._span))
         if phase is MovePhase.FAILED:
-            self.record = replace(self.record, num_blocks_after=self._home.num_total_blocks)
+            self.record = replace(self.record, num_blocks_after=self._engine.num_total_blocks)
         self._progress = replace(self._progress, phase=phase)
         self.record = replace(self.record, phase=phase, phase_seconds=seconds, ended_unix_seconds=ended)
         if not can_abandon(phase):

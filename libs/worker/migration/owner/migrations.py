@@ -1,4 +1,4 @@
-"""The home's side of moves: takes orders, carries them out one at a time, and follows what hosts do."""
+"""Migrations of own modules: takes orders, carries them out one at a time, follows what hosts do."""
 
 import asyncio
 import time
@@ -30,19 +30,19 @@ from libs.runtime.roster import Roster
 from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
 from libs.worker.migration.call_links import CallLinks
-from libs.worker.migration.metrics import MoveMetrics
-from libs.worker.migration.owner.connections import HostLinks
-from libs.worker.migration.owner.directions import Away, Return, Way
-from libs.worker.migration.owner.migration import Move, Pace
-from libs.worker.migration.owner.orders import Refused, Standing, placed_by
-from libs.worker.migration.owner.remote_host import HostLink
-from libs.worker.migration.owner.updates import Telling
+from libs.worker.migration.metrics import MigrationMetrics
+from libs.worker.migration.owner.connections import HostConnections
+from libs.worker.migration.owner.directions import Direction, Inbound, Outbound
+from libs.worker.migration.owner.migration import Migration, Pace
+from libs.worker.migration.owner.orders import MigrationRejected, OrderContext, placed_by
+from libs.worker.migration.owner.remote_host import RemoteHost
+from libs.worker.migration.owner.updates import PlacementPublisher
 from libs.worker.settings import WorkerSettings
 
 MIB = 1 << 20
 _MAX_RECORDS = 64
 """Of moves that ended; an order that comes twice is known by them."""
-_NUM_TOLD = 8
+_NUM_PUBLISHED = 8
 _PINGS_PER_LEASE = 3
 _DEPARTED_SECONDS = 1.0
 """What a host that left the mesh may take to say that it is there all the same."""
@@ -50,16 +50,16 @@ _DEPARTED_SECONDS = 1.0
 log = structlog.get_logger()
 
 
-class Mover:
+class Migrations:
     """One per worker."""
 
     def __init__(
         self,
         runtime: Runtime,
         settings: WorkerSettings,
-        home: Moving,
+        engine: Moving,
         roster: Roster,
-        metrics: MoveMetrics,
+        metrics: MigrationMetrics,
         hosted: Callable[[], tuple[Hosted, ...]],
         transport: Transport,
         calls: CallLinks,
@@ -68,10 +68,10 @@ class Mover:
         slot_bytes: int,
         max_model_len: int,
     ) -> None:
-        self._runtime, self._settings, self._home, self._roster = runtime, settings, home, roster
+        self._runtime, self._settings, self._engine, self._roster = runtime, settings, engine, roster
         self._metrics, self._hosted = metrics, hosted
         self._fingerprint, self._slot_bytes, self._max_model_len = fingerprint, slot_bytes, max_model_len
-        self._links = HostLinks(
+        self._links = HostConnections(
             transport,
             calls,
             roster,
@@ -82,11 +82,11 @@ class Mover:
             timeout_seconds=settings.hosting_timeout_seconds,
             ping_seconds=settings.lease_seconds / _PINGS_PER_LEASE,
         )
-        self._telling = Telling(runtime.bus, self._told)
+        self._publisher = PlacementPublisher(runtime.bus, self._update)
         self._records: OrderedDict[str, MoveRecord] = OrderedDict()
-        self._counted = home.placement, home.num_total_blocks
+        self._counted = engine.placement, engine.num_total_blocks
         """The last placement of which it is known how many blocks the pool has under it."""
-        self._move: Move | None = None
+        self._move: Migration | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._leaving: set[str] = set()
@@ -104,7 +104,7 @@ class Mover:
         bus, at = self._runtime.bus, self._runtime.incarnation
         self._subscriptions.append(await bus.serve(StartMove, self.start, at=at))
         self._subscriptions.append(await bus.serve(AbandonMove, self.abandon, at=at))
-        self._runtime.spawn("placement", self._telling.run())
+        self._runtime.spawn("placement", self._publisher.run())
 
     async def drain(self) -> None:
         """Take no more orders; returns when no move is under way."""
@@ -120,7 +120,7 @@ class Mover:
         for worker in self._links.workers():
             log.info("host_let_go", host=worker, num_modules=len(self._at(worker)))
             self._links.drop(worker, "nothing of this instance runs any more")
-        self._telling.changed()
+        self._publisher.changed()
 
     async def close(self) -> None:
         """Take no more orders."""
@@ -129,18 +129,18 @@ class Mover:
 
     async def start(self, order: StartMove) -> MoveAccepted | MoveDenied:
         """Answers StartMove."""
-        epoch = self._home.placement.epoch
+        epoch = self._engine.placement.epoch
         if order.move_id in self._records:
             return MoveAccepted(move_id=order.move_id, epoch=epoch)
-        standing = Standing(
-            placement=self._home.placement,
+        context = OrderContext(
+            placement=self._engine.placement,
             fingerprint=self._fingerprint,
             busy_with=self.busy_with,
             is_draining=self.is_draining,
         )
         try:
-            placed = placed_by(order, standing, self._roster.get(order.host))
-        except Refused as refused:
+            placed = placed_by(order, context, self._roster.get(order.host))
+        except MigrationRejected as refused:
             log.info("move_refused", move_id=order.move_id, reason=str(refused))
             return refused.answer
         self._begin(order, placed)
@@ -148,7 +148,7 @@ class Mover:
 
     async def abandon(self, order: AbandonMove) -> MoveAccepted | MoveDenied:
         """Answers AbandonMove."""
-        epoch = self._home.placement.epoch
+        epoch = self._engine.placement.epoch
         if order.move_id not in self._records:
             detail = f"no move {order.move_id!r} was begun here"
             return MoveDenied(reason=DenialReason.NOT_FOUND, detail=detail, epoch=epoch)
@@ -167,7 +167,7 @@ class Mover:
         said = f"is {phase.value}: it cannot be rolled back any more"
         if phase is MovePhase.ROLLING_BACK:
             said = "is being rolled back already"
-        epoch = self._home.placement.epoch
+        epoch = self._engine.placement.epoch
         return MoveDenied(reason=DenialReason.INVALID, detail=f"move {move_id!r} {said}", epoch=epoch)
 
     def placement_changed(self, placement: Placement, lost: str) -> None:
@@ -175,7 +175,7 @@ class Mover:
         if lost:
             log.warning("host_lost", reason=lost, epoch=placement.epoch)
             self._metrics.hosts_lost.inc()
-        self._telling.changed()
+        self._publisher.changed()
         self._runtime.spawn("count-blocks", self._count_when_changed())
         self._drop_unused()
 
@@ -183,17 +183,17 @@ class Mover:
         """The engine's thread is still at what changed the placement, and its figures are from before: they
         are of this placement once it has taken the next order, be it to cancel nothing."""
         with suppress(EngineError):  # it ends, or is overrun; the placement has to be told all the same
-            await self._home.cancel_move("")
+            await self._engine.cancel_move("")
         self._count_blocks()
 
     def _count_blocks(self) -> None:
         """The engine's figures are of the placement that it has."""
-        self._counted = self._home.placement, self._home.num_total_blocks
-        self._telling.changed()
+        self._counted = self._engine.placement, self._engine.num_total_blocks
+        self._publisher.changed()
 
     def hosting_changed(self) -> None:
         """A module of another instance came here or left."""
-        self._telling.changed()
+        self._publisher.changed()
 
     def host_lost(self, worker: str, why: str) -> None:
         """Its Link is over, or it left the mesh."""
@@ -207,14 +207,14 @@ class Mover:
 
     async def _lose(self, worker: str, why: str) -> None:
         with suppress(EngineClosed):  # there is nothing to go on with
-            await self._home.lose_host(worker, why)
+            await self._engine.lose_host(worker, why)
 
     def host_departed(self, worker: str) -> None:
         """It left the mesh, or only its way to the broker is cut: then it answers over its Link."""
         if (link := self._links.get(worker)) is not None:
             self._runtime.spawn("ask-host", self._ask_after(link))
 
-    async def _ask_after(self, link: HostLink) -> None:
+    async def _ask_after(self, link: RemoteHost) -> None:
         try:
             async with asyncio.timeout(_DEPARTED_SECONDS):
                 await link.ping()
@@ -239,7 +239,7 @@ class Mover:
             order = StartMove(
                 move_id=f"leave-{self._runtime.incarnation}-{next(self._ids)}",
                 returned_move_id=at_host[0].move_id,
-                expected_epoch=self._home.placement.epoch,
+                expected_epoch=self._engine.placement.epoch,
                 deadline_seconds=self._settings.move_deadline_seconds,
                 reason="its host is leaving",
             )
@@ -255,9 +255,9 @@ class Mover:
         self._links.drop(worker, why)
 
     def _give_up_if_idle(self, worker: str) -> None:
-        """Of a host that leaves, whose modules cannot be brought home: where no sequence needs them, it need
+        """Of a host that leaves, whose modules cannot be brought back: where no sequence needs them, it need
         not wait until its drain is cut short."""
-        is_idle = self._home.num_free_blocks == self._home.num_total_blocks
+        is_idle = self._engine.num_free_blocks == self._engine.num_total_blocks
         if is_idle and not self.is_draining and self._links.get(worker) is not None:
             self._give_up(worker, "its modules could not be brought home before it left")
 
@@ -268,7 +268,7 @@ class Mover:
 
     def _begin(self, order: StartMove, placed: Placed) -> None:
         host = self._roster.get(placed.worker)
-        move = Move(
+        move = Migration(
             MoveRecord(
                 move_id=order.move_id,
                 instance=self._runtime.incarnation,
@@ -281,16 +281,16 @@ class Mover:
                 with_weights=not placed.has_weights_at_home,
                 phase=MovePhase.PLANNED,
                 expected_epoch=order.expected_epoch,
-                epoch=self._home.placement.epoch,
+                epoch=self._engine.placement.epoch,
                 reason=order.reason,
                 started_unix_seconds=time.time(),
-                num_blocks_before=self._home.num_total_blocks,
+                num_blocks_before=self._engine.num_total_blocks,
             ),
-            self._home,
-            self._way(order, placed),
+            self._engine,
+            self._direction(order, placed),
             Pace(self._settings.move_bandwidth_mib * MIB),
             self._changed,
-            home_move_id=placed.move_id,
+            module_move_id=placed.move_id,
             block_bytes=self._block_bytes(placed.module),
             deadline_seconds=order.deadline_seconds,
         )
@@ -299,30 +299,30 @@ class Mover:
         self._changed(move.record)
         self._runtime.spawn("move", self._run(move))
 
-    async def _run(self, move: Move) -> None:
+    async def _run(self, move: Migration) -> None:
         try:
             await move.run()
         finally:
             self._move = None
             self._is_idle.set()
             self._drop_unused()
-            self._telling.changed()
+            self._publisher.changed()
         self._metrics.ended(move.record)
 
-    def _way(self, order: StartMove, placed: Placed) -> Way:
+    def _direction(self, order: StartMove, placed: Placed) -> Direction:
         if order.module is None:
-            return Return(self._home, partial(self._links.get, placed.worker), placed)
-        total = self._home.num_total_blocks
+            return Inbound(self._engine, partial(self._links.get, placed.worker), placed)
+        total = self._engine.num_total_blocks
         if placed.module.kind is ModuleKind.TOKENS:
             least = order.num_blocks or 1
         elif not order.num_blocks:
-            least = total  # a home does not lose blocks unless whoever ordered it said how many are enough
+            least = total  # an owner does not lose blocks unless whoever ordered it said how many are enough
         else:
             block_size = self._settings.block_size
             one_sequence = min(total, -(-self._max_model_len // block_size))
-            least = max(one_sequence, total - self._home.num_free_blocks)
-        return Away(
-            self._home,
+            least = max(one_sequence, total - self._engine.num_free_blocks)
+        return Outbound(
+            self._engine,
             partial(self._links.connect, placed.worker),
             placed,
             num_blocks_least=least,
@@ -334,21 +334,21 @@ class Mover:
         self._records[record.move_id] = record
         while len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
-        self._telling.moved(record)
+        self._publisher.moved(record)
 
-    def _told(self) -> PlacementTold:
+    def _update(self) -> PlacementTold:
         if self._move is not None:  # its record says more than at its last change of phase
             self._records[self._move.record.move_id] = self._move.record
         records = list(self._records.values())
         under_way = [one for one in records if not is_over(one.phase)]
-        ended = [one for one in records if is_over(one.phase)][-_NUM_TOLD:]
+        ended = [one for one in records if is_over(one.phase)][-_NUM_PUBLISHED:]
         is_switching = self._move is not None and self._move.record.phase is MovePhase.SWITCHING
-        is_counted = self._counted[0].epoch == self._home.placement.epoch
-        if is_counted and not is_switching:  # guests take and give back blocks, too
-            self._counted = self._home.placement, self._home.num_total_blocks
+        is_counted = self._counted[0].epoch == self._engine.placement.epoch
+        if is_counted and not is_switching:  # owners take and give back blocks, too
+            self._counted = self._engine.placement, self._engine.num_total_blocks
         placement, num_blocks = self._counted
         if not (is_counted or is_switching):  # a host was lost, which others have to know at once
-            placement, num_blocks = self._home.placement, 0
+            placement, num_blocks = self._engine.placement, 0
         if self._has_let_go:  # hosts tell that they have nothing of it
             for worker in {one.worker for one in placement.placed}:
                 placement = placement.without_worker(worker)
@@ -358,14 +358,14 @@ class Mover:
 
     def _drop_unused(self) -> None:
         """Links to hosts where nothing of this instance is, or is about to be."""
-        used = {one.worker for one in self._home.placement.placed}
+        used = {one.worker for one in self._engine.placement.placed}
         if self._move is not None:
             used.add(self._move.record.host)
         for worker in self._links.workers() - used:
             self._links.drop(worker, "no module is there")
 
     def _at(self, worker: str) -> list[Placed]:
-        return [one for one in self._home.placement.placed if one.worker == worker]
+        return [one for one in self._engine.placement.placed if one.worker == worker]
 
     def _block_bytes(self, module: Module) -> int:
-        return len(module.slots(self._home.placement.num_kv_heads)) * self._slot_bytes
+        return len(module.slots(self._engine.placement.num_kv_heads)) * self._slot_bytes

@@ -7,7 +7,7 @@ from libs.bus.messages.presence import Presence, ServiceState
 from libs.placement.placement import BadPlacement, Placed, Placement, check_module
 
 
-class Refused(Exception):
+class MigrationRejected(Exception):
     """Why no move begins; `answer` is for who asked."""
 
     def __init__(self, reason: DenialReason, detail: str, epoch: int) -> None:
@@ -16,28 +16,28 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Standing:
+class OrderContext:
     """What an order is held against."""
 
     placement: Placement
     fingerprint: str
-    """Of the home's model and block layout."""
+    """Of the owner's model and block layout."""
     busy_with: str = ""
     """The move under way, if one is."""
     is_draining: bool = False
 
 
-def placed_by(order: StartMove, standing: Standing, host: Presence | None) -> Placed:
-    """The module as it will be away, or as it is before it comes home. `host` is the one that is named.
+def placed_by(order: StartMove, context: OrderContext, host: Presence | None) -> Placed:
+    """The module as it will be away, or as it is before it comes back. `host` is the one that is named.
 
-    Raises Refused.
+    Raises MigrationRejected.
     """
-    placement = standing.placement
+    placement = context.placement
 
-    def refused(reason: DenialReason, detail: str) -> Refused:
-        return Refused(reason, detail, placement.epoch)
+    def refused(reason: DenialReason, detail: str) -> MigrationRejected:
+        return MigrationRejected(reason, detail, placement.epoch)
 
-    if standing.is_draining:
+    if context.is_draining:
         raise refused(DenialReason.DRAINING, "this instance is about to end; nothing of it moves any more")
     if order.expected_epoch != placement.epoch:
         detail = (
@@ -45,8 +45,8 @@ def placed_by(order: StartMove, standing: Standing, host: Presence | None) -> Pl
             "order what still makes sense"
         )
         raise refused(DenialReason.STALE_EPOCH, detail)
-    if standing.busy_with:
-        raise refused(DenialReason.BUSY, busy_words(standing.busy_with))
+    if context.busy_with:
+        raise refused(DenialReason.BUSY, busy_words(context.busy_with))
     if order.module is None:
         if (placed := placement.get(order.returned_move_id)) is None:
             detail = nothing_away_words(placement, order.returned_move_id)
@@ -56,7 +56,7 @@ def placed_by(order: StartMove, standing: Standing, host: Presence | None) -> Pl
         check_module(placement, order.module)
     except BadPlacement as error:
         raise refused(DenialReason.INVALID, str(error)) from error
-    if (why := _why_no_host(order.host, standing, host)) is not None:
+    if (why := _why_no_host(order.host, context, host)) is not None:
         raise refused(*why)
     return Placed(
         move_id=order.move_id,
@@ -67,8 +67,10 @@ def placed_by(order: StartMove, standing: Standing, host: Presence | None) -> Pl
     )
 
 
-def _why_no_host(worker: str, standing: Standing, host: Presence | None) -> tuple[DenialReason, str] | None:
-    if worker == standing.placement.home:
+def _why_no_host(
+    worker: str, context: OrderContext, host: Presence | None
+) -> tuple[DenialReason, str] | None:
+    if worker == context.placement.home:
         return DenialReason.INVALID, "a module cannot move to the worker that is its home"
     if host is None:
         return (
@@ -79,7 +81,7 @@ def _why_no_host(worker: str, standing: Standing, host: Presence | None) -> tupl
         return why
     if not host.hosting_address:
         return DenialReason.INVALID, hosts_nothing_words(host.name)
-    if host.model_fingerprint != standing.fingerprint:
+    if host.model_fingerprint != context.fingerprint:
         return DenialReason.INVALID, other_model_words(host.name)
     return None
 
@@ -104,7 +106,7 @@ def busy_words(move_id: str) -> str:
 
 
 def nothing_away_words(placement: Placement, move_id: str) -> str:
-    """Of a module that is to come home and is not away."""
+    """Of a module that is to come back and is not away."""
     away = ", ".join(placed.move_id for placed in placement.placed)
     return f"no module that move {move_id!r} brought away is away; " + (
         f"what is away was brought there by {away}" if away else "nothing of this instance is"
@@ -117,5 +119,5 @@ def hosts_nothing_words(name: str) -> str:
 
 
 def other_model_words(name: str) -> str:
-    """Of a worker whose model or blocks are not the home's."""
+    """Of a worker whose model or blocks are not the owner's."""
     return f"{name} has another model, dtype or block size than the home; choose a host that has the same"

@@ -15,7 +15,7 @@ from libs.engine.hosting.port import Answer, HostLost
 from libs.placement.module import Module
 from libs.transport.link_pool import LinkRequests
 from libs.transport.port import Link, LinkError, LinkLost, Received
-from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing, owned
+from libs.worker.migration.framing import Assembly, BadFrame, Message, Outgoing
 from libs.worker.migration.protocol import (
     Call,
     CallFailed,
@@ -147,7 +147,7 @@ class HostCalls:
         match message.head:
             case Result() as result:
                 if (answer := self._answer(result.call_id)) is not None:
-                    answer.give((owned(result) if message.is_view else result).tensor)
+                    answer.give(result.tensor.clone() if message.is_view else result.tensor)
             case CallFailed() as failed:
                 if (answer := self._answer(failed.call_id)) is not None:
                     answer.fail(HostLost(self.worker, failed.detail))
@@ -167,7 +167,7 @@ _REFUSALS: dict[RefusalKind, type[EngineError]] = {
 }
 
 
-class HostLink:
+class RemoteHost:
     """A host (`libs.engine.hosting.port`): `calls` bring calls to it, this Link all else. `call` is for the
     engine's thread, the rest for the loop. Whoever serves it closes it when either Link is lost."""
 

@@ -1,4 +1,4 @@
-"""Tells the mesh of placements and moves. What nobody can hear is not kept: it is told again anyway."""
+"""Publishes placements and migrations. What nobody can hear is not kept: it is published again anyway."""
 
 import asyncio
 from collections import deque
@@ -11,18 +11,18 @@ from libs.bus.bus import Bus
 from libs.bus.errors import BusError, NotConnected, Overloaded
 from libs.bus.messages.migration import MoveRecord, MoveTold, PlacementTold
 
-TELL_SECONDS = 1.0
-_MAX_UNTOLD = 64
+PUBLISH_SECONDS = 1.0
+_MAX_UNPUBLISHED = 64
 
 log = structlog.get_logger()
 
 
-class Telling:
-    """`placement` gives what is to be told once a second and after `changed`."""
+class PlacementPublisher:
+    """Publishes what `placement` gives once a second and after `changed`."""
 
     def __init__(self, bus: Bus, placement: Callable[[], PlacementTold]) -> None:
         self._bus, self._placement = bus, placement
-        self._untold: deque[MoveRecord] = deque(maxlen=_MAX_UNTOLD)
+        self._unpublished: deque[MoveRecord] = deque(maxlen=_MAX_UNPUBLISHED)
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -30,30 +30,30 @@ class Telling:
         self._changed.set()
 
     def moved(self, record: MoveRecord) -> None:
-        """A move entered a phase."""
-        self._untold.append(record)
+        """A migration entered a phase."""
+        self._unpublished.append(record)
         self._changed.set()
 
     async def run(self) -> NoReturn:
-        """Tell, for ever."""
+        """Publish, for ever."""
         while True:
             self._changed.clear()
             try:
-                await self._tell()
+                await self._publish()
             except BusError as error:
-                log.debug("placement_not_told", error=str(error))
+                log.debug("placement_not_published", error=str(error))
             try:
-                async with asyncio.timeout(TELL_SECONDS):
+                async with asyncio.timeout(PUBLISH_SECONDS):
                     await self._changed.wait()
             except TimeoutError:
                 pass
 
-    async def _tell(self) -> None:
-        while self._untold:
-            record = self._untold.popleft()
+    async def _publish(self) -> None:
+        while self._unpublished:
+            record = self._unpublished.popleft()
             try:
                 await self._bus.publish(MoveTold(move=record))
             except (NotConnected, Overloaded):  # any other would come again each time
-                self._untold.appendleft(record)
+                self._unpublished.appendleft(record)
                 raise
         await self._bus.publish(self._placement())

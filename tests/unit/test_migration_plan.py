@@ -19,7 +19,7 @@ from libs.worker.migration.owner.migration import (
     Progress,
     next_phase,
 )
-from libs.worker.migration.owner.orders import Refused, Standing, placed_by
+from libs.worker.migration.owner.orders import MigrationRejected, OrderContext, placed_by
 
 _LIVE = [phase for phase in MovePhase if not is_over(phase)]
 _BACK = MovePhase.ROLLING_BACK
@@ -41,7 +41,7 @@ HOST = Presence(
     hosting_address="memory://1",
     model_fingerprint="same",
 )
-STANDING = Standing(placement=HOME, fingerprint="same")
+STANDING = OrderContext(placement=HOME, fingerprint="same")
 
 
 @given(
@@ -114,8 +114,8 @@ def order(module: Module | None = None, **facts: object) -> StartMove:
     return StartMove(**{**plain, **facts})  # type: ignore[arg-type]  # facts are given by name
 
 
-def reason(asked: StartMove, standing: Standing = STANDING, host: Presence | None = HOST) -> DenialReason:
-    with pytest.raises(Refused) as refused:
+def reason(asked: StartMove, standing: OrderContext = STANDING, host: Presence | None = HOST) -> DenialReason:
+    with pytest.raises(MigrationRejected) as refused:
         placed_by(asked, standing, host)
     assert refused.value.answer.epoch == standing.placement.epoch
     return refused.value.answer.reason
@@ -142,8 +142,10 @@ def test_an_order_for_another_epoch_is_stale() -> None:
 
 def test_one_move_at_a_time_and_none_while_draining() -> None:
     asked = order(whole_layers(0, 1))
-    assert reason(asked, Standing(placement=HOME, fingerprint="same", busy_with="m0")) is DenialReason.BUSY
-    draining = Standing(placement=HOME, fingerprint="same", is_draining=True)
+    assert (
+        reason(asked, OrderContext(placement=HOME, fingerprint="same", busy_with="m0")) is DenialReason.BUSY
+    )
+    draining = OrderContext(placement=HOME, fingerprint="same", is_draining=True)
     assert reason(asked, draining) is DenialReason.DRAINING
 
 
@@ -179,16 +181,16 @@ def test_hosts_that_cannot_host_are_refused(host: Presence | None, why: DenialRe
     ],
 )
 def test_it_is_said_what_is_wrong_with_a_host_and_what_to_do(facts: dict[str, object], words: str) -> None:
-    with pytest.raises(Refused, match=words):
+    with pytest.raises(MigrationRejected, match=words):
         placed_by(order(whole_layers(0, 1)), STANDING, present(**facts))
 
 
 def test_of_what_cannot_come_home_it_is_said_what_is_away() -> None:
-    with pytest.raises(Refused, match="'m7' brought away is away; nothing of this instance is"):
+    with pytest.raises(MigrationRejected, match="'m7' brought away is away; nothing of this instance is"):
         placed_by(order(returned_move_id="m7"), STANDING, None)
     away = Placed(move_id="m0", module=whole_layers(1, 3), worker="host-1", num_blocks=7)
-    standing = Standing(placement=HOME.with_module(away), fingerprint="same")
-    with pytest.raises(Refused, match="what is away was brought there by m0"):
+    standing = OrderContext(placement=HOME.with_module(away), fingerprint="same")
+    with pytest.raises(MigrationRejected, match="what is away was brought there by m0"):
         placed_by(order(returned_move_id="m7", expected_epoch=1), standing, None)
 
 
@@ -199,7 +201,7 @@ def test_nothing_moves_to_its_own_home() -> None:
 def test_only_what_is_away_comes_home() -> None:
     assert reason(order(returned_move_id="m0")) is DenialReason.NOT_FOUND
     away = Placed(move_id="m0", module=whole_layers(1, 3), worker="host-1", num_blocks=7)
-    standing = Standing(placement=HOME.with_module(away), fingerprint="same")
+    standing = OrderContext(placement=HOME.with_module(away), fingerprint="same")
     assert placed_by(order(returned_move_id="m0", expected_epoch=1), standing, None) == away
 
 

@@ -15,7 +15,7 @@ from libs.engine.hosting.port import HostLost
 from libs.model.layer import layer_bytes
 from libs.model.layer_weights import layer_tensors
 from libs.worker.migration.framing import encode
-from libs.worker.migration.owner.remote_host import HostCalls, HostLink
+from libs.worker.migration.owner.remote_host import HostCalls, RemoteHost
 from libs.worker.migration.protocol import Call, Leaving, Opened, Ping, WeightPiece
 
 
@@ -164,7 +164,7 @@ async def test_what_no_host_sends_ends_the_link() -> None:
     listener = await far.listen("here")
     link, calls = [await near.connect(listener.address, timeout_seconds=SECONDS) for _ in range(2)]
     left = list[bool]()
-    host = HostLink(
+    host = RemoteHost(
         link,
         HostCalls(
             calls,

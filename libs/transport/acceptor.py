@@ -1,4 +1,4 @@
-"""Runs the handshake over a line, from both sides, and keeps the door of a listener: what waits there is
+"""Runs the handshake over a line, from both sides, and accepts for a listener: what waits is
 bounded in number and time, whoever knocks."""
 
 import asyncio
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 Prepare = Callable[[Side], Prepared]
 
 
-async def greet(me: Identity, line: Line, expected_peer: str, prepare: Prepare) -> PeerLink:
+async def connect_line(me: Identity, line: Line, expected_peer: str, prepare: Prepare) -> PeerLink:
     """The client's side. Raises HandshakeRefused, LinkLost; then the line is closed."""
     prepared: Prepared | None = None
     try:
@@ -65,18 +65,18 @@ async def greet(me: Identity, line: Line, expected_peer: str, prepare: Prepare) 
     return prepared.link
 
 
-async def _answer(me: Identity, line: Line, door: "Door", prepare: Prepare) -> None:
+async def _answer(me: Identity, line: Line, acceptor: "Acceptor", prepare: Prepare) -> None:
     prepared: Prepared | None = None
     try:
         side, answer = handshake.answer_hello(me, await line.receive())
         line.send(answer)
         side, offer = handshake.check_proof(me, side, await line.receive())
-        if not door.has_room():
+        if not acceptor.has_room():
             raise HandshakeRefused("too many Links wait to be accepted")
         prepared = prepare(side)
         prepared.join(offer)
         line.send(handshake.welcome(me, side, prepared.offer))
-        door.offer(prepared.link)
+        acceptor.offer(prepared.link)
     except BaseException as error:
         _hang_up(line, prepared, error)
         raise
@@ -90,7 +90,7 @@ def _hang_up(line: Line, prepared: Prepared | None, error: BaseException) -> Non
     line.close()
 
 
-class Door:
+class Acceptor:
     """Handshakes under way and Links that nobody accepted yet."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Door:
         """Whether one more Link could be offered."""
         return not self._is_closed and len(self._links) < MAX_UNACCEPTED_LINKS
 
-    def knock(self, me: Identity, line: Line, prepare: Prepare) -> None:
+    def shake_hands(self, me: Identity, line: Line, prepare: Prepare) -> None:
         """Somebody connected: shake hands beside everything else, or hang up at once."""
         if self.has_room() and len(self._handshakes) < MAX_HANDSHAKES:
             task = asyncio.get_running_loop().create_task(self._run(_answer(me, line, self, prepare)))
