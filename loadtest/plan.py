@@ -13,7 +13,7 @@ def planned(options: argparse.Namespace) -> Iterator[Arrival]:
     """What is sent and when, by the command line alone."""
     if options.trace is not None:
         # Read as a whole before the first request: a bad line must not end a run in its middle.
-        planned = replay(read_trace(options.trace), _replay_rules(options), options.seed)
+        sent = replay(read_trace(options.trace), _replay_rules(options), options.seed)
     else:
         shape = PromptShape(
             prefix_tokens=options.prefix_tokens,
@@ -25,8 +25,8 @@ def planned(options: argparse.Namespace) -> Iterator[Arrival]:
             num_turns=options.turns,
             think_seconds=options.think,
         )
-        planned = arrivals_of(_times(options), conversations(shape, options.seed))
-    return within(planned, duration_seconds=options.duration, num_conversations=options.num)
+        sent = arrivals_of(_times(options), conversations(shape, options.seed))
+    return within(sent, duration_seconds=options.duration, num_conversations=options.num)
 
 
 def _times(options: argparse.Namespace) -> Iterator[float]:

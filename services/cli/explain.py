@@ -136,9 +136,9 @@ def as_one(lines: Sequence[str]) -> str:
     """Lines of one shape; a figure in which they differ becomes its range: `cost 0.05 to 0.31`."""
     columns = iter(list(zip(*(_FIGURE.findall(line) for line in lines), strict=True)))
 
-    def told(_: re.Match[str]) -> str:
+    def merged(_: re.Match[str]) -> str:
         figures = sorted(next(columns), key=float)
         least, greatest = figures[0], figures[-1]
         return least if float(least) == float(greatest) else f"{least} to {greatest}"
 
-    return _FIGURE.sub(told, lines[0])
+    return _FIGURE.sub(merged, lines[0])
