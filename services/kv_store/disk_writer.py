@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from libs.kv.write_policy import (
     num_blocks_to_flush,
 )
 from services.kv_store.disk.blocks import BlockToWrite
+from services.kv_store.disk.disk_tier import DiskTier
 from services.kv_store.held_blocks import HeldBlocks, Nodes
 from services.kv_store.slab import Shape
 
@@ -31,36 +32,10 @@ MAX_LOOKED_AT = 512
 """Blocks looked at in one go for those that should be on disk already."""
 
 
-class DiskWrites(Protocol):
-    """The part of the disk tier that writing needs."""
-
-    @property
-    def is_paused(self) -> bool:
-        """See DiskTier."""
-        ...
-
-    @property
-    def cap_bytes(self) -> int:
-        """See DiskTier."""
-        ...
-
-    def can_write(self, num_blocks: int, num_layers: int, layer_bytes: int) -> bool:
-        """See DiskTier."""
-        ...
-
-    async def write(self, blocks: Sequence[BlockToWrite]) -> list[bool]:
-        """See DiskTier."""
-        ...
-
-    async def remove(self, names: Sequence[bytes]) -> None:
-        """See DiskTier."""
-        ...
-
-
 class DiskWriter:
     """`run` is its only task; everything else returns at once."""
 
-    def __init__(self, blocks: HeldBlocks, disk: DiskWrites, policy: WritePolicy) -> None:
+    def __init__(self, blocks: HeldBlocks, disk: DiskTier, policy: WritePolicy) -> None:
         self._blocks, self._disk = blocks, disk
         self._policy: WritePolicy = policy
         self._batch_bytes = min(BATCH_BYTES, int(blocks.slab.budget_bytes * BATCH_SHARE))

@@ -2,8 +2,7 @@
 first layers while the others are still being read."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,19 +10,12 @@ from numpy.typing import NDArray
 from libs.kv.block_tree import MEMORY
 from libs.kv.layer_groups import layer_groups
 from services.kv_store.disk.blocks import BlockToRead
+from services.kv_store.disk.disk_tier import DiskTier
 from services.kv_store.held_blocks import HeldBlocks, Nodes
 from services.kv_store.slab import Bytes, Shape, Slots
 
 LOADING_SHARE = 0.25
 """Of memory: what may be on its way into it for nobody but a question."""
-
-
-class DiskReads(Protocol):
-    """The part of the disk tier that loading needs."""
-
-    async def read(self, wanted: Sequence[BlockToRead], layers: range) -> list[bool]:
-        """See DiskTier."""
-        ...
 
 
 class Load:
@@ -54,7 +46,7 @@ class Loader:
     def __init__(
         self,
         blocks: HeldBlocks,
-        disk: DiskReads,
+        disk: DiskTier,
         spawn: Callable[[Load], None],
         on_promoted: Callable[[int], None],
     ) -> None:
@@ -155,7 +147,7 @@ class Loader:
 
 
 async def read_through(
-    disk: DiskReads, blocks: HeldBlocks, nodes: Nodes, layers: range, into: Bytes, at: Nodes
+    disk: DiskTier, blocks: HeldBlocks, nodes: Nodes, layers: range, into: Bytes, at: Nodes
 ) -> NDArray[np.uint64] | None:
     """Layers of blocks that find no place in memory, to `into` [num_layers, ..., layer_bytes], block by block
     to the columns `at`. Returns their checksums [num_layers, num_nodes]; None where a block is lost."""

@@ -29,13 +29,8 @@ def read_memory(metrics: KvStoreMetrics, store: Store) -> None:
     rechecks = store.rechecks
     metrics.count_from(
         "store_rechecked_blocks_total",
-        "Blocks that a worker found corrupt, by what was found here: right, mended (read anew from disk), "
-        "dropped (with what followed them).",
-        lambda: {
-            "right": rechecks.num_right,
-            "mended": rechecks.num_mended,
-            "dropped": rechecks.num_dropped,
-        },
+        "Blocks that a worker found corrupt, by the result here: right, dropped (with what followed them).",
+        lambda: {"right": rechecks.num_right, "dropped": rechecks.num_dropped},
         "result",
     )
     if (trace := store.trace) is not None:
@@ -90,6 +85,6 @@ def read_disk(metrics: KvStoreMetrics, store: Store) -> None:
     )
     metrics.count_from(
         "store_disk_index_repairs_total",
-        "Mendings of a damaged index.",
-        lambda: {"": counts.num_index_repairs},
+        "Times that a damaged index was dropped with all blocks on disk.",
+        lambda: {"": counts.num_index_drops},
     )

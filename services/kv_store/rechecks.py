@@ -7,12 +7,10 @@ from typing import NoReturn
 
 from libs.bus.messages.store import BlocksCorrupt
 from libs.kv.block_forest import NO_NODE
-from libs.kv.block_tree import DISK, MEMORY
+from libs.kv.block_tree import MEMORY
 from libs.kv.checksum import checksum
 from libs.kv.names import split_names
-from services.kv_store.disk.blocks import BlockToRead
 from services.kv_store.held_blocks import COPY_BYTES, HeldBlocks, Nodes, nodes_of
-from services.kv_store.loading import DiskReads
 from services.kv_store.slab import Piece
 
 MAX_WAITING = 64
@@ -22,28 +20,28 @@ MAX_WAITING = 64
 class Rechecks:
     """`doubt` takes messages in at once, `run` sees to them one by one."""
 
-    def __init__(self, blocks: HeldBlocks, disk: DiskReads | None) -> None:
-        self._blocks, self._disk = blocks, disk
+    def __init__(self, blocks: HeldBlocks) -> None:
+        self._blocks = blocks
         self._waiting: asyncio.Queue[list[bytes]] = asyncio.Queue(MAX_WAITING)
-        self.num_right = self.num_mended = self.num_dropped = 0
-        """Blocks, by what was found: nothing wrong, read anew from disk, lost with what followed them."""
+        self.num_right = self.num_dropped = 0
+        """Blocks, by the result: nothing wrong, dropped from both tiers with what followed them."""
 
     def doubt(self, message: BlocksCorrupt) -> None:
-        """Look at these soon. Raises ValueError for what are no names."""
-        names = split_names(message.names)
+        """Look at these soon. Raises ValueError for what are no block hashes."""
+        hashes = split_names(message.names)
         if not self._waiting.full():
-            self._waiting.put_nowait(names)
+            self._waiting.put_nowait(hashes)
 
     async def run(self) -> NoReturn:
         """For ever."""
         while True:
             await self.check(await self._waiting.get())
 
-    async def check(self, names: Sequence[bytes]) -> None:
-        """Compare those that lie in memory with their checksums, and drop or mend what is wrong. What lies on
-        disk alone is compared whenever it is read."""
+    async def check(self, hashes: Sequence[bytes]) -> None:
+        """Compare those that lie in memory with their checksums, and drop what is wrong. What lies on disk
+        alone is compared whenever it is read."""
         tree = self._blocks.tree
-        known = dict.fromkeys(tree.node_of(name) for name in names)
+        known = dict.fromkeys(tree.node_of(block_hash) for block_hash in hashes)
         nodes = nodes_of(node for node in known if node != NO_NODE and tree.is_in(node, MEMORY))
         tree.begin_reading(nodes)
         try:
@@ -53,25 +51,15 @@ class Rechecks:
             self._blocks.end_fetch(nodes)
 
     async def _check_one(self, node: Nodes) -> None:
-        blocks, number = self._blocks, int(node[0])
-        num_layers, _ = blocks.shape_of(number)
+        blocks = self._blocks
+        num_layers, _ = blocks.shape_of(int(node[0]))
         if not blocks.tree.are_held(node).all():
             return  # It followed one that was wrong.
         (piece,) = blocks.slab.pieces(blocks.tree.slot[node], range(num_layers))
         if await _is_right(piece):
             self.num_right += 1
-        elif await self._mend(number, piece):
-            self.num_mended += 1
         elif blocks.tree.are_held(node).all():
-            self.num_dropped += blocks.condemn(number)
-
-    async def _mend(self, node: int, piece: Piece) -> bool:
-        """Read it anew, where the disk has it."""
-        tree = self._blocks.tree
-        if self._disk is None or not tree.is_in(node, DISK):
-            return False
-        wanted = BlockToRead(tree.name_of(node), list(piece.data[:, 0]), piece.checksums[:, 0])
-        return all(await self._disk.read([wanted], range(len(piece.data))))
+            self.num_dropped += blocks.condemn(int(node[0]))
 
 
 async def _is_right(block: Piece) -> bool:

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from libs.kv.block_tree import MEMORY, NO_SLOT
 from libs.kv.checksum import checksum_of_blocks
+from services.kv_store.disk.disk_tier import DiskTier
 from services.kv_store.held_blocks import COPY_BYTES, HeldBlocks, Nodes
-from services.kv_store.loading import DiskReads, Load, Loader, read_through
+from services.kv_store.loading import Load, Loader, read_through
 from services.kv_store.slab import Bytes, Piece
 
 NUM_IN_FLIGHT = 3
@@ -41,7 +42,7 @@ class FetchSource:
     """Blocks `nodes`, which the caller keeps, in their order."""
 
     def __init__(
-        self, blocks: HeldBlocks, nodes: Nodes, loader: Loader | None, disk: DiskReads | None
+        self, blocks: HeldBlocks, nodes: Nodes, loader: Loader | None, disk: DiskTier | None
     ) -> None:
         self._blocks, self._nodes, self._disk = blocks, nodes, disk
         self.num_layers, self._layer_bytes = blocks.shape_of(int(nodes[0]))

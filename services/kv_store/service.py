@@ -16,8 +16,8 @@ from libs.kv_events.snapshots import Holdings
 from libs.runtime.runtime import Runtime
 from libs.transport.choose import make_transport
 from libs.transport.port import Listener, Transport
-from services.kv_store.disk.errors import FolderUnusable
 from services.kv_store.disk.settings import SMALLEST_CAP_BYTES
+from services.kv_store.disk.volume import FolderUnusable
 from services.kv_store.holdings import holdings
 from services.kv_store.metrics import KvStoreMetrics
 from services.kv_store.peer import Peer

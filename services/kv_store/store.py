@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from libs.kv.access_trace import TraceLine, hash_ids
 from libs.kv.block_tree import DISK, MEMORY, TreeFull
 from libs.kv.group_ttl import GroupTtl
 from libs.kv.names import NAME_BYTES, split_names
+from libs.kv_events.publisher import KvEventPublisher
 from libs.runtime.runtime import Spawn
 from libs.transport.frames import PutNames
 from services.kv_store.disk.blocks import DiskBlock
@@ -38,18 +39,6 @@ AT_ONCE = 256
 """Blocks adopted or expired before others get their turn."""
 
 
-class TierListener(Protocol):
-    """Who is told what is here."""
-
-    def stored(self, tier: Tier, names: Sequence[bytes]) -> None:
-        """These blocks are in this tier now."""
-        ...
-
-    def removed(self, tier: Tier, names: Sequence[bytes]) -> None:
-        """They are not any more."""
-        ...
-
-
 class Store:
     """`await open()`, use, `await drain()`, `await close()`."""
 
@@ -57,7 +46,7 @@ class Store:
         self,
         settings: KvStoreSettings,
         metrics: KvStoreMetrics,
-        events: TierListener,
+        events: KvEventPublisher,
         spawn: Spawn,
         disk: DiskTier | None,
         trace: TraceFile | None,
@@ -76,7 +65,7 @@ class Store:
         self.disk = disk
         self.loader = Loader(self.blocks, disk, self._spawn_load, metrics.promoted.inc) if disk else None
         self.writer = DiskWriter(self.blocks, disk, settings.write_policy) if disk else None
-        self.rechecks = Rechecks(self.blocks, disk)
+        self.rechecks = Rechecks(self.blocks)
         self.trace = trace
         self.num_asked_blocks = 0
         self.num_hit_blocks = {MEMORY: 0, DISK: 0}

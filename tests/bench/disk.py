@@ -26,7 +26,7 @@ from libs.kv.checksum import block_checksums
 from libs.kv.runs import RUN_BLOCKS
 from services.kv_store.disk.blocks import BlockToRead, BlockToWrite
 from services.kv_store.disk.disk_tier import DiskTier
-from services.kv_store.disk.index_options import index_options
+from services.kv_store.disk.index import index_options
 from services.kv_store.disk.settings import DiskSettings
 from tests.bench.figures import Figure, Say
 

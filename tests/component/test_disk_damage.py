@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from disk_blocks import SETTINGS, SHAPE, block, chain, fill, name_of, names_of, opened, read
+from structlog.testing import capture_logs
 
 Change = Callable[[Path], None]
 
@@ -155,7 +156,9 @@ def index_files(folder: Path, pattern: str) -> list[Path]:
 @pytest.mark.parametrize(
     "pattern", ["*.sst", "*.log", "MANIFEST*", "CURRENT", "OPTIONS*", "IDENTITY", "rocksdict-config.json"]
 )
-async def test_any_damage_to_the_index_is_mended(folder: Path, pattern: str, change: Change) -> None:
+async def test_a_damaged_index_costs_blocks_and_the_tier_fills_again(
+    folder: Path, pattern: str, change: Change
+) -> None:
     for path in index_files(folder, pattern)[:1]:
         change(path)
     async with opened(folder, SETTINGS_OF_SMALL_FILES) as (tier, held):
@@ -163,29 +166,34 @@ async def test_any_damage_to_the_index_is_mended(folder: Path, pattern: str, cha
         assert sorted(answer.right) == sorted(names_of(held))
         assert not tier.is_paused
         assert len(answer.missed) == tier.counts.num_missing
-        if pattern not in ("*.sst", "*.log"):
+        assert tier.counts.num_index_drops == 0 or not held
+        if pattern in ("OPTIONS*", "IDENTITY", "rocksdict-config.json"):
             assert not answer.missed
         assert all(await tier.write(chain(10_000, 300)))
     async with opened(folder, SETTINGS_OF_SMALL_FILES) as (tier, held):
         assert set(names_of(held)) == set(answer.right) | set(names_of(chain(10_000, 300)))
-        assert tier.counts.num_index_repairs == 0
+        assert tier.counts.num_index_drops == 0
 
 
-async def test_a_flipped_byte_in_a_table_costs_few_blocks_and_is_counted(folder: Path) -> None:
+def flip_table(folder: Path) -> None:
     flip(max(index_files(folder, "*.sst"), key=lambda path: path.stat().st_size))
-    async with opened(folder, SETTINGS_OF_SMALL_FILES) as (tier, held):
-        assert tier.counts.num_index_repairs == 1
-        assert len(WIDE_NAMES) - 100 < len(held) < len(WIDE_NAMES)
-        assert not (await read(tier, names_of(held), WIDE)).missed
-    assert not (folder / "index" / "lost").exists()
 
 
-async def test_an_index_of_rubbish_is_begun_anew(folder: Path) -> None:
+def write_rubbish(folder: Path) -> None:
     for path in index_files(folder, "*"):
         path.write_bytes(os.urandom(3000))
-    async with opened(folder, SETTINGS_OF_SMALL_FILES) as (tier, held):
-        assert (held, tier.num_blocks, tier.counts.num_index_repairs) == ([], 0, 1)
-        assert segments(folder) == []
+
+
+@pytest.mark.parametrize("damage", [flip_table, write_rubbish])
+async def test_an_index_that_cannot_be_listed_whole_is_dropped_with_an_error_in_the_log(
+    folder: Path, damage: Change
+) -> None:
+    damage(folder)
+    with capture_logs() as logs:
+        async with opened(folder, SETTINGS_OF_SMALL_FILES) as (tier, held):
+            assert (held, tier.num_blocks, tier.counts.num_index_drops) == ([], 0, 1)
+            assert segments(folder) == []
+    assert [entry["log_level"] for entry in logs if entry["event"] == "disk_index_dropped"] == ["error"]
     await check_that_later_writes_work(folder, set())
 
 
@@ -248,6 +256,5 @@ async def test_an_index_table_damaged_under_a_running_tier_gives_misses_and_writ
         assert len(answer.missed) == tier.counts.num_missing
         assert all(await tier.write([block(name_of(5000), shape=WIDE)]))
     async with opened(folder, SETTINGS_OF_SMALL_FILES) as (tier, held):
-        assert name_of(5000) in names_of(held)
-        assert tier.counts.num_index_repairs == 1
-        assert not (await read(tier, names_of(held), WIDE)).missed
+        assert (held, tier.counts.num_index_drops) == ([], 1)
+    await check_that_later_writes_work(folder, set())

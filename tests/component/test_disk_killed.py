@@ -45,7 +45,7 @@ async def test_after_kills_in_mid_write_what_returned_is_held_and_all_is_right(
         async with opened(tmp_path) as (tier, found):
             held = set(names_of(found))
             assert not (await read(tier, held)).missed
-            assert tier.counts.num_index_repairs == 0
+            assert tier.counts.num_index_drops == 0
             last = written[-1] if written else first - BATCH_BLOCKS
             for start in written:
                 batch = names_of(chain(start, BATCH_BLOCKS))

@@ -58,11 +58,6 @@ class TierAgainstDict(RuleBasedStateMachine):
             self._model.pop(name, None)
 
     @rule()
-    def clear(self) -> None:
-        self._run(self._tier.clear())
-        self._model.clear()
-
-    @rule()
     def reopen(self) -> None:
         self._run(self._tier.close())
         self._open()

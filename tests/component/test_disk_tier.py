@@ -12,7 +12,6 @@ from disk_blocks import (
     block,
     body_of,
     chain,
-    disk_usage_bytes,
     fill,
     name_of,
     names_of,
@@ -22,9 +21,9 @@ from disk_blocks import (
 
 from services.kv_store.disk.blocks import BlockToRead
 from services.kv_store.disk.disk_tier import DiskTier
-from services.kv_store.disk.errors import FolderUnusable
 from services.kv_store.disk.segment_files import SYSTEM, Rows
 from services.kv_store.disk.settings import DiskSettings
+from services.kv_store.disk.volume import FolderUnusable
 
 
 async def test_what_was_written_is_read_and_what_was_not_is_a_miss(tmp_path: Path) -> None:
@@ -101,17 +100,6 @@ async def test_removed_blocks_stay_gone_and_their_room_is_used_again(
         assert tier.num_file_bytes < before_bytes + (256 << 10)
     async with opened(tmp_path) as (tier, held):
         assert sorted(names_of(held)) == sorted(names_of(blocks[32:]) + names_of(chain(200, 32)))
-
-
-async def test_clear_forgets_all_and_gives_the_room_back(tmp_path: Path) -> None:
-    async with opened(tmp_path) as (tier, _):
-        await tier.write(chain(0, 64))
-        await tier.clear()
-        assert (tier.num_blocks, tier.num_used_bytes) == (0, 0)
-        assert disk_usage_bytes(tmp_path) < 1 << 20
-        assert all(await tier.write(chain(100, 5)))
-    async with opened(tmp_path) as (tier, held):
-        assert sorted(names_of(held)) == sorted(names_of(chain(100, 5)))
 
 
 async def test_a_block_written_again_is_held_once(tmp_path: Path) -> None:

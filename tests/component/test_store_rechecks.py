@@ -1,4 +1,4 @@
-"""Blocks that a worker found corrupt: the store looks itself, drops or mends what is wrong, nothing else."""
+"""Blocks that a worker found corrupt: the store looks itself, drops what is wrong, nothing else."""
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -26,17 +26,12 @@ def flip_bit(store: Hosted, name: bytes, layer: int = 2) -> None:
     piece.data[0, 0, 77] ^= 16
 
 
-def wipe_segments(folder: Path) -> None:
-    for path in folder.rglob("segments/*"):
-        path.write_bytes(bytes(path.stat().st_size))
-
-
 async def doubt(worker: Worker, names: Sequence[bytes]) -> None:
     await worker.bus.publish(BlocksCorrupt(names=b"".join(names)), to=worker.store.incarnation)
 
 
 def found(store: Hosted) -> dict[str, float]:
-    results = ("right", "mended", "dropped")
+    results = ("right", "dropped")
     return {result: store.gauge("store_rechecked_blocks_total", result=result) for result in results}
 
 
@@ -60,7 +55,7 @@ async def test_what_is_wrong_in_memory_goes_with_what_hangs_on_it_and_can_be_put
     await worker.find(CHAIN)  # a lease does not save what is wrong
     flip_bit(store, CHAIN[3])
     await doubt(worker, CHAIN)
-    await scene.until(lambda: found(store) == {"right": 3, "mended": 0, "dropped": 7})
+    await scene.until(lambda: found(store) == {"right": 3, "dropped": 7})
     assert await worker.held(CHAIN) == (3, 3)
     assert await worker.held(names_of(2, 2)) == (0, 0)
     assert await worker.fetch(names_of(3, 2))
@@ -78,26 +73,21 @@ async def test_a_worker_that_doubts_what_is_right_throws_nothing_away(scene: Sto
         await doubt(worker, CHAIN)
     assert await worker.fetch(CHAIN)
     assert store.gauge("store_num_blocks") == 12
-    assert found(store)["dropped"] == found(store)["mended"] == 0
+    assert found(store)["dropped"] == 0
 
 
-async def test_what_the_disk_has_is_read_anew_and_nothing_is_lost(scene: StoreScene, tmp_path: Path) -> None:
+async def test_what_is_wrong_in_memory_is_dropped_from_disk_as_well(
+    scene: StoreScene, tmp_path: Path
+) -> None:
     store, worker = await holding(scene, disk=tmp_path)
-    flip_bit(store, CHAIN[3])
-    flip_bit(store, CHAIN[5], layer=0)
-    await doubt(worker, CHAIN)
-    await scene.until(lambda: found(store) == {"right": 6, "mended": 2, "dropped": 0})
-    assert await worker.fetch(CHAIN)
-
-
-async def test_what_the_disk_has_lost_as_well_is_dropped_from_both(scene: StoreScene, tmp_path: Path) -> None:
-    store, worker = await holding(scene, disk=tmp_path)
-    wipe_segments(tmp_path)
     flip_bit(store, CHAIN[7])
     await doubt(worker, CHAIN)
-    await scene.until(lambda: found(store)["dropped"] == 1)
+    await scene.until(lambda: found(store) == {"right": 7, "dropped": 1})
     assert await worker.held(CHAIN) == (7, 7)
     await scene.until(lambda: store.gauge("store_tier_blocks", tier="disk") == 11)
+    await worker.put(CHAIN[7:], parent=CHAIN[6])
+    await scene.until(lambda: store.gauge("store_tier_blocks", tier="disk") == 12)
+    assert await worker.fetch(CHAIN)
 
 
 async def test_a_wrong_block_that_is_being_fetched_stays_until_that_has_ended(scene: StoreScene) -> None:

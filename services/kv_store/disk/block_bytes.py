@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from services.kv_store.disk.blocks import BlockToRead, BlockToWrite
-from services.kv_store.disk.counts import ReadResult
+from services.kv_store.disk.blocks import BlockToRead, BlockToWrite, ReadResult
 from services.kv_store.disk.layout import Spot, neighbours
 from services.kv_store.disk.record import Record
 from services.kv_store.disk.segment_files import Rows, SegmentFiles

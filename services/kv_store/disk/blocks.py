@@ -1,7 +1,8 @@
-"""Blocks as they come and go: what callers hand over, and what a restart finds."""
+"""Blocks as they come and go: those that callers hand over and ask for, and those that a restart finds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -47,3 +48,15 @@ class BlockToRead:
     name: bytes
     into: Sequence[NDArray[np.uint8]]
     checksums: NDArray[np.uint64] | None = None
+
+
+class ReadResult(StrEnum):
+    """How reading one block ended."""
+
+    READ = "read"
+    MISSING = "missing"
+    """Not in the index, or its file is gone or too short."""
+    CORRUPT = "corrupt"
+    """Its bytes do not match their checksums."""
+    FAILED = "failed"
+    """The device or the system refused."""

@@ -16,13 +16,12 @@ from typing import NoReturn, TypeVar
 
 import structlog
 
-from services.kv_store.disk.blocks import BlockToRead, BlockToWrite, DiskBlock
-from services.kv_store.disk.counts import DiskCounts, ReadResult
+from services.kv_store.disk.blocks import BlockToRead, BlockToWrite, DiskBlock, ReadResult
 from services.kv_store.disk.index import IndexFailed
 from services.kv_store.disk.layout import MAX_STRIPE_SLOTS
 from services.kv_store.disk.segment_files import SYSTEM, System
 from services.kv_store.disk.settings import DiskSettings
-from services.kv_store.disk.volume import Volume
+from services.kv_store.disk.volume import DiskCounts, Volume
 
 log = structlog.get_logger()
 SMALLEST_PART_BYTES = 1 << 20
@@ -131,10 +130,6 @@ class DiskTier:
     async def remove(self, names: Sequence[bytes]) -> None:
         """Forget these. Unknown names are passed over."""
         await self._change(self._volume.remove, names)
-
-    async def clear(self) -> None:
-        """Forget all."""
-        await self._change(self._volume.clear)
 
     async def run(self) -> NoReturn:
         """Flushes as the policy says, and while paused looks whether writing works again."""

@@ -2,14 +2,12 @@
 
 import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import cast
 
-from rocksdict import AccessType, Rdict, WriteBatch, WriteOptions
+from rocksdict import BlockBasedOptions, Cache, DBCompressionType, Options, Rdict, WriteBatch, WriteOptions
 
-from services.kv_store.disk.index_options import index_options
 from services.kv_store.disk.record import Record, RecordUnreadable, decode_record, encode_record
 from services.kv_store.disk.settings import DiskSettings
 
@@ -17,8 +15,33 @@ END_KEY = b"\xff" * 32
 """The last key of all, after every name: an iteration that reaches it has seen everything. RocksDB's
 iterators stop at a damaged block as if it were the end."""
 MAX_RECENT = 8192
-SMALLEST_SKIP = 1 << 44
-"""Of 2**64: a millionth of the names, which are evenly spread."""
+
+
+def index_options(settings: DiskSettings) -> Options:
+    """No compression: checksums do not compress. All logs are bounded, and none is preallocated at length."""
+    options = Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_compression_type(DBCompressionType.none())
+    buffer_bytes = settings.write_buffer_bytes
+    options.set_write_buffer_size(buffer_bytes)
+    options.set_max_write_buffer_number(2)
+    options.set_max_total_wal_size(2 * buffer_bytes)
+    options.set_target_file_size_base(4 * buffer_bytes)
+    options.set_max_bytes_for_level_base(4 * buffer_bytes)
+    options.set_level_compaction_dynamic_level_bytes(True)
+    options.set_max_background_jobs(2)
+    options.set_manifest_preallocation_size(64 << 10)
+    options.set_max_manifest_file_size(256 << 10)
+    options.set_max_log_file_size(256 << 10)
+    options.set_keep_log_file_num(2)
+    options.set_stats_dump_period_sec(0)
+    options.set_stats_persist_period_sec(0)
+    table = BlockBasedOptions()
+    table.set_block_cache(Cache(settings.index_cache_bytes))
+    table.set_cache_index_and_filter_blocks(True)
+    table.set_bloom_filter(10, False)
+    options.set_block_based_table_factory(table)
+    return options
 
 
 class IndexFailed(Exception):
@@ -33,35 +56,18 @@ def _translated(folder: Path) -> Generator[None]:
         raise IndexFailed(f"{folder}: {error}") from error
 
 
-@contextmanager
-def _linked(folder: Path) -> Generator[Path]:
-    """The same files in a folder that can be written to: the binding puts a file of its own beside them."""
-    memory = Path("/dev/shm")
-    with TemporaryDirectory(prefix="kvmesh-index-", dir=memory if memory.is_dir() else None) as linked:
-        for path in folder.iterdir():
-            if path.name.endswith((".sst", ".log")) or path.name.startswith(
-                ("MANIFEST", "CURRENT", "IDENTITY")
-            ):
-                (Path(linked) / path.name).symlink_to(path.resolve())
-        yield Path(linked)
-
-
 class Index:
-    """Opened by its constructor. One thread writes; others may read meanwhile."""
+    """Opened by its constructor, which raises IndexFailed. One thread writes; others may read meanwhile."""
 
-    def __init__(self, folder: Path, settings: DiskSettings, *, can_write: bool = True) -> None:
-        self._folder, self._options = folder, index_options(settings)
-        self.can_write = can_write
+    def __init__(self, folder: Path, settings: DiskSettings) -> None:
+        self._folder = folder
         self._write_options = WriteOptions()
         self._write_options.sync = settings.fsync == "always"
         # A block is read a few layers at a time; its record is wanted again each time.
         self._recent: dict[bytes, Record] = {}
         self._lock = threading.Lock()
-        with _translated(folder), ExitStack() as opening:
-            path = folder if can_write else opening.enter_context(_linked(folder))
-            access = AccessType.read_write() if can_write else AccessType.read_only(False)
-            self._db = Rdict(str(path), self._options, access_type=access)
-            self._closing = opening.pop_all()
+        with _translated(folder):
+            self._db = Rdict(str(folder), index_options(settings))
 
     def get(self, names: Sequence[bytes]) -> list[Record | None]:
         """One per name; None where there is none or it cannot be read."""
@@ -88,13 +94,6 @@ class Index:
             batch.delete(name)
         self._write(batch, names)
 
-    def clear(self) -> None:
-        """Forget all. Raises IndexFailed."""
-        with self._lock, _translated(self._folder):
-            self._recent.clear()
-            self._db.delete_range(b"", END_KEY)
-            self._db.flush()
-
     def mark_end(self) -> None:
         """Lets an iteration tell that it is complete; proves that writing works. Raises IndexFailed."""
         with _translated(self._folder):
@@ -114,27 +113,6 @@ class Index:
             raise IndexFailed(f"{self._folder}: reading all ended at {last.hex()}, before the end")
         return found
 
-    def salvage(self) -> dict[bytes, bytes]:
-        """Keys and values of all that can still be read: seeks on past each damaged part."""
-        found: dict[bytes, bytes] = {}
-        cursor, position, skip = self._db.iter(), 0, SMALLEST_SKIP
-        while position < 1 << 64:
-            cursor.seek(position.to_bytes(8, "big"))
-            while cursor.valid():
-                key = cast("bytes", cursor.key())
-                found[key] = cursor.value()
-                position, skip = int.from_bytes(key[:8].ljust(8, b"\0"), "big"), SMALLEST_SKIP
-                cursor.next()
-            position, skip = position + skip, 2 * skip
-        return found
-
-    def put_raw(self, values: Mapping[bytes, bytes]) -> None:
-        """What was salvaged, where it is missing now. Raises IndexFailed."""
-        with _translated(self._folder):
-            for key, value in values.items():
-                if self._db.get(key) is None:
-                    self._db.put(key, value)
-
     def sync(self) -> None:
         """Returns when all writes are on the device. Raises IndexFailed."""
         with _translated(self._folder):
@@ -142,7 +120,7 @@ class Index:
 
     def close(self) -> None:
         """What was written is kept. Raises IndexFailed."""
-        with _translated(self._folder), self._closing:
+        with _translated(self._folder):
             self._db.close()
 
     def _load(self, names: list[bytes]) -> list[Record | None]:

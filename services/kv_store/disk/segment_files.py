@@ -1,6 +1,5 @@
 """The files of the segments: whole writes, whole reads. Blocking; used from threads."""
 
-import errno
 import os
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -73,14 +72,7 @@ class SegmentFiles:
 
     def open(self, number: int, form: Form) -> None:
         """Open the file, made where it is missing. Raises OSError."""
-        path = self.path_of(number, form)
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES):
-                raise
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._fds[number] = fd
+        self._fds[number] = os.open(self.path_of(number, form), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def is_open(self, number: int) -> bool:
         """Whether it can be read and written."""
@@ -102,9 +94,10 @@ class SegmentFiles:
         except OSError as error:
             log.warning("disk_segment_stays", segment=number, error=str(error))
 
-    def truncate(self, number: int, num_bytes: int) -> None:
-        """Cut off what no slot reaches. Raises OSError."""
-        os.ftruncate(self._fds[number], num_bytes)
+    def truncate(self, number: int, form: Form, num_bytes: int) -> None:
+        """Cut off what no slot reaches."""
+        with suppress(OSError):  # it is then longer than it need be
+            os.truncate(self.path_of(number, form), num_bytes)
 
     def write(self, number: int, offset: int, rows: Rows) -> None:
         """All rows, at most a stripe, one after another. Raises OSError; then some of it may be written.

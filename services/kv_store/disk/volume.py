@@ -5,32 +5,48 @@ One thread opens, writes, removes, syncs and closes; others may read meanwhile.
 
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from services.kv_store.disk.block_bytes import read_blocks, write_blocks
-from services.kv_store.disk.blocks import BlockToRead, BlockToWrite, DiskBlock, Shape
-from services.kv_store.disk.counts import DiskCounts, ReadResult
-from services.kv_store.disk.errors import FolderUnusable
+from services.kv_store.disk.blocks import BlockToRead, BlockToWrite, DiskBlock, ReadResult, Shape
 from services.kv_store.disk.index import Index, IndexFailed
-from services.kv_store.disk.index_recovery import (
-    OpenedIndex,
-    open_index,
-    open_index_to_read,
-    probe_writing,
-)
 from services.kv_store.disk.layout import Place, Spot
-from services.kv_store.disk.reconcile import Found, parents_first, reconcile
+from services.kv_store.disk.reconcile import parents_first, reconcile
 from services.kv_store.disk.record import Record
 from services.kv_store.disk.segment_files import SegmentFiles, System
 from services.kv_store.disk.settings import DiskSettings
 from services.kv_store.disk.slot_map import SlotMap
 
 log = structlog.get_logger()
+
+
+class FolderUnusable(Exception):
+    """The folder cannot be made, or another process uses it."""
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """All only rise. Blocks, unless the name says otherwise."""
+
+    num_written: int = 0
+    num_read: int = 0
+    num_missing: int = 0
+    num_corrupt: int = 0
+    num_failed: int = 0
+    """Reads that ended with an error of the device or the system."""
+    num_lost_at_open: int = 0
+    """In the index, but not whole in the files."""
+    num_write_errors: int = 0
+    num_pauses: int = 0
+    num_index_drops: int = 0
+    """Times that a damaged index was dropped with all blocks."""
 
 
 class Volume:
@@ -47,13 +63,9 @@ class Volume:
         self._next_order = 0
         self._owed: set[bytes] = set()
         """Removed, but the index could not be told yet."""
-        self._owes_all = False
 
     def open(self) -> tuple[list[DiskBlock], bool]:
-        """What is held, and whether it can be written to. What does not match is dropped and counted.
-
-        Raises FolderUnusable.
-        """
+        """What is held, and whether it can be written to. Raises FolderUnusable."""
         try:
             for folder in (self._folder, self._segment_folder, self._index_folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -63,10 +75,14 @@ class Volume:
             raise FolderUnusable(f"{self._folder} is in use by another store; give each its own") from error
         except OSError as error:
             raise FolderUnusable(f"{self._folder} for blocks on disk: {error}") from error
+        held: dict[bytes, Record] = {}
         try:
-            return parents_first(self._open(open_index(self._index_folder, self._settings))), True
-        except (OSError, IndexFailed):
-            return self._open_to_read(), False
+            held = self._load()
+            self._resume()
+        except (OSError, IndexFailed) as error:
+            log.warning("disk_opened_without_writing", folder=str(self._folder), error=str(error))
+            return parents_first(held), False
+        return parents_first(held), True
 
     def write(self, blocks: Sequence[BlockToWrite]) -> set[bytes]:
         """Names of those that are held now; the others did not fit under the cap."""
@@ -94,7 +110,7 @@ class Volume:
         """Fill the rows; what is not whole and right is not READ. With it the spots to `give_up`."""
         index = self._index
         results = [ReadResult.MISSING] * len(wanted)
-        if index is None or self._owes_all:
+        if index is None:
             return results, {}
         kept = index.get([block.name for block in wanted])
         known = [(at, wanted[at], record) for at, record in enumerate(kept) if record is not None]
@@ -120,15 +136,6 @@ class Volume:
     def remove(self, names: Sequence[bytes]) -> None:
         """Forget these; unknown names are passed over. Where that fails they are owed, and not read again."""
         self._owed.update(names)
-        try:
-            self._settle()
-        except IndexFailed:
-            self._make_room()
-            raise
-
-    def clear(self) -> None:
-        """Forget all. Where that fails it is owed."""
-        self._owes_all = True
         self._settle()
 
     def sync(self) -> None:
@@ -138,15 +145,16 @@ class Volume:
 
     def try_again(self) -> None:
         """After a failed write: returns once writing works. The index may have been opened anew for it."""
-        probe_writing(self._index_folder, self._settings.probe_bytes)
-        probe_writing(self._segment_folder, self._settings.probe_bytes)
+        for folder in (self._index_folder, self._segment_folder):
+            _probe_writing(folder, self._settings.probe_bytes)
         try:
-            self._writable().mark_end()
-            self._settle()
-            self.sync()
-        except IndexFailed:
-            self._reopen()
-            self._settle()
+            self._resume()
+        except IndexFailed:  # after an error RocksDB takes no write until it is opened anew
+            if self._index is None:
+                self._drop_index()  # callers know nothing of its blocks
+            self._close_index()
+            self._load()
+            self._resume()
 
     def close(self) -> None:
         """Keeps what is held for the next open. Does nothing where nothing is open."""
@@ -157,36 +165,59 @@ class Volume:
             last_steps.callback(self._files.close)
             if index is not None:
                 last_steps.callback(index.close)
-                if self._settings.fsync != "off" and index.can_write:
+                if self._settings.fsync != "off":
                     self._files.sync()
                     index.sync()
 
-    def _open(self, opened: OpenedIndex, *, can_write: bool = True) -> dict[bytes, Record]:
+    def _load(self) -> dict[bytes, Record]:
+        """The blocks held. This is a cache: a damaged index is dropped with all blocks, and filled again.
+
+        Raises OSError and IndexFailed where nothing can be written.
+        """
+        try:
+            return self._restore()
+        except IndexFailed as error:
+            damage = str(error)
+        log.error("disk_index_dropped", folder=str(self._index_folder), error=damage)
+        self._counts.num_index_drops += 1
+        self._drop_index()
+        return self._restore()
+
+    def _restore(self) -> dict[bytes, Record]:
+        index = Index(self._index_folder, self._settings)
+        try:
+            records = index.items()
+        except IndexFailed:
+            index.close()
+            raise
+        files = self._files.found()
+        held, lost = reconcile(records, files, self._settings.cap_bytes)
         self._files.close()
         self.slots = self._empty_slots()
-        self._index = opened.index
-        self._counts.num_index_repairs += opened.num_mended
-        files = self._files.found()
-        found = reconcile(opened.records, files, self._settings.cap_bytes)
-        self._restore(found, can_write)
-        self._counts.num_lost_at_open += len(found.lost)
-        self._next_order = 1 + max((record.order for record in found.held.values()), default=0)
+        for number, blocks in held.items():
+            form, taken = files[number][0], {record.spot.slot for record in blocks.values()}
+            self._files.truncate(number, form, form.end_of(max(taken)))
+            self.slots.restore(number, form, taken)
+        for number in files.keys() - held.keys():
+            self._files.remove(number, files[number][0])
         self.slots.skip_to(1 + max(files, default=-1))
+        self._index = index
+        self._owed.update(lost)
+        self._counts.num_lost_at_open += len(lost)
+        all_held = {name: record for blocks in held.values() for name, record in blocks.items()}
+        self._next_order = 1 + max((record.order for record in all_held.values()), default=0)
         self._measure_index()
-        return found.held
+        return all_held
 
-    def _open_to_read(self) -> list[DiskBlock]:
-        self._close_index()
-        try:
-            opened = open_index_to_read(self._index_folder, self._settings)
-        except IndexFailed:
-            return []
-        return parents_first(self._open(opened, can_write=False))
+    def _resume(self) -> None:
+        """Proves that writing works, by what is to be written anyway."""
+        self._writable().mark_end()
+        self._settle()
+        self.sync()
 
-    def _reopen(self) -> None:
-        """Reads meanwhile find nothing."""
-        self._close_index()
-        self._open(open_index(self._index_folder, self._settings))
+    def _drop_index(self) -> None:
+        for path in self._index_folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _close_index(self) -> None:
         index, self._index = self._index, None
@@ -194,50 +225,14 @@ class Volume:
             with suppress(IndexFailed):
                 index.close()
 
-    def _restore(self, found: Found, can_write: bool) -> None:
-        for number, (form, taken) in found.slots().items():
-            try:
-                self._files.open(number, form)
-                if can_write:
-                    self._files.truncate(number, form.end_of(max(taken)))
-            except OSError as error:
-                log.warning("disk_segment_lost", segment=number, error=str(error))
-                found.lose(number)
-            else:
-                self.slots.restore(number, form, taken)
-        if can_write:
-            for number, form in found.unused.items():
-                self._files.remove(number, form)
-            self._writable().remove(found.lost)
-            self._settle()
-
     def _settle(self) -> None:
-        index = self._writable()
-        if self._owes_all:
-            index.clear()
-            self._free_all()
-            self._owed.clear()
-            self._owes_all = False
+        """Files go before their records: a full disk takes no record of a removal before there is room."""
         if self._owed:
-            names = list(self._owed)
+            index, names = self._writable(), list(self._owed)
             records = index.get(names)
-            index.remove(names)
-            self._owed.difference_update(names)
             self._free((record.spot.segment, record.spot.slot) for record in records if record is not None)
-
-    def _make_room(self) -> None:
-        """On a full disk the index cannot be told of removals before files have gone."""
-        if self._index is None:
-            return
-        owed: dict[int, set[int]] = {}
-        for record in self._index.get(list(self._owed)):
-            if record is not None:
-                owed.setdefault(record.spot.segment, set()).add(record.spot.slot)
-        for number, slots in owed.items():
-            segment = self.slots.segments.get(number)
-            if segment is not None and len(slots - segment.free) == segment.num_blocks:
-                self.slots.drop(number)
-                self._files.remove(number, segment.form)
+            index.remove(names)
+            self._owed.clear()
 
     def _write(self, shape: Shape, blocks: Sequence[BlockToWrite]) -> None:
         index, names = self._writable(), [block.name for block in blocks]
@@ -285,15 +280,9 @@ class Volume:
         for number, form in self.slots.free(place for place in places if self.slots.is_taken(place)):
             self._files.remove(number, form)
 
-    def _free_all(self) -> None:
-        for number in list(self.slots.segments):
-            form = self.slots.form_of(number)
-            self.slots.drop(number)
-            self._files.remove(number, form)
-
     def _writable(self) -> Index:
-        if self._index is None or not self._index.can_write:
-            raise IndexFailed(f"{self._index_folder} is not open for writing")
+        if self._index is None:
+            raise IndexFailed(f"{self._index_folder} is not open")
         return self._index
 
     def _empty_slots(self) -> SlotMap:
@@ -308,3 +297,15 @@ class Volume:
                 with suppress(FileNotFoundError):
                     num_bytes += entry.stat().st_blocks * 512
         self.slots.num_index_bytes = num_bytes
+
+
+def _probe_writing(folder: Path, num_bytes: int) -> None:
+    """Raises OSError where so much cannot be written now."""
+    path = folder / "probe"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(num_bytes))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
