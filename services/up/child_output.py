@@ -1,8 +1,10 @@
-"""What a child writes: kept in a bounded log file, and the lines that a person should see at once."""
+"""The output of a child: kept in a bounded log file, and read for the lines that are shown at once."""
 
 import json
+import logging
 from collections import deque
 from collections.abc import Callable
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +15,18 @@ _SHOWN_LEVELS = ("error", "critical")
 _DULL_FIELDS = ("event", "level", "timestamp", "service", "name", "incarnation", "exception", "logger")
 
 
-class LogFile:
+class LogFile(RotatingFileHandler):
     """Appends to `path`; when full it becomes `path.1` and a new one begins: two files bound the space."""
 
+    terminator = ""
+
     def __init__(self, path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
-        self.path = path
-        self._max_bytes = max_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        super().__init__(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8", errors="surrogateescape")
 
     def write(self, line: bytes) -> None:
         """Append; visible to others at once."""
-        if self._file.tell() + len(line) > self._max_bytes and self._file.tell():
-            self._file.close()
-            self.path.replace(self.path.with_name(self.path.name + ".1"))
-            self._file = self.path.open("ab")
-        self._file.write(line)
-        self._file.flush()
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._file.close()
+        self.emit(logging.makeLogRecord({"msg": line.decode("utf-8", "surrogateescape")}))
 
 
 class ChildOutput:

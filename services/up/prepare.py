@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -10,6 +10,7 @@ from typing import TextIO
 import msgspec
 
 from libs.bus.messages.presence import ServiceKind
+from libs.config.fields import flag_of, variable_of
 from libs.config.known import known_fields
 from libs.config.load import load_settings
 from libs.mesh.workers import WORKERS
@@ -17,7 +18,6 @@ from libs.runtime.connect import check_url
 from libs.runtime.signals import PARENT_VARIABLE
 from services.up.admin_key import VARIABLE as ADMIN_KEY_VARIABLE
 from services.up.admin_key import settle_admin_key
-from services.up.pass_on import split_flags
 from services.up.plan import Child, children_environment, plan_children, share_threads
 from services.up.preflight import check_model, check_port, check_settings, lock_state_dir
 from services.up.settings import UpSettings
@@ -68,6 +68,33 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> Prepared:
     ]
     needs_key = bool(getattr(read["gateway"], "api_key", ""))
     return Prepared(settings, port, children, childrens, needs_key, state_dir, lock)
+
+
+def split_flags(
+    argv: Sequence[str], own: Collection[str], services: Collection[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Words for `up` itself, and variables for the services, by field names of each.
+
+    A service's flag without a value is a switch: `--eager` becomes "true" and `--no-eager` "false". Words
+    that nobody knows stay with `up`, which refuses them with the nearest name it knows.
+    """
+    own_words: list[str] = []
+    variables: dict[str, str] = {}
+    foreign = {flag_of(field): field for field in services if field not in own}
+    negations = {"--no-" + flag[2:]: field for flag, field in foreign.items()}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, has_value, value = word.partition("=")
+        if flag in foreign:
+            if not has_value:
+                value = words.pop(0) if words and not words[0].startswith("--") else "true"
+            variables[variable_of(foreign[flag])] = value
+        elif flag in negations and not has_value:
+            variables[variable_of(negations[flag])] = "false"
+        else:
+            own_words.append(word)
+    return own_words, variables
 
 
 def _num_cores() -> int:

@@ -9,20 +9,22 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from libs.bus.nats_server import BrokerNotStarted, nats_server_command
 from libs.config.closed_stdout import EXIT_STDOUT_CLOSED
 from libs.runtime.connect import connect_bus
 from libs.runtime.signals import end_at_latest_after
 from libs.runtime.state_dir import default_state_dir
 from libs.telemetry.logs import configure_logs
 from services.up.announce import cli_command, invitation, reachable_url, wait_gateway_ready
-from services.up.broker import plan_broker
 from services.up.display import Display, new_display
 from services.up.mesh import Mesh, Program
-from services.up.plan import BROKER, Child
+from services.up.plan import BROKER, BROKER_STAGE, Child
+from services.up.preflight import NotStartable, check_port
 from services.up.prepare import Prepared
 from services.up.watch import Watch
 
 _LEAVE_SECONDS = 5.0
+_BROKER_HOST = "127.0.0.1"
 
 
 async def start(prepared: Prepared) -> int:
@@ -42,8 +44,8 @@ async def _run(prepared: Prepared, display: Display, unread: asyncio.Event) -> i
     programs = [_program(child) for child in prepared.children]
     nats_url = settings.nats_server
     if not nats_url:
-        broker = plan_broker(prepared.state_dir / "nats")
-        nats_url, programs = broker.url, [broker.program, *programs]
+        nats_url, broker = _plan_broker(prepared.state_dir / "nats")
+        programs = [broker, *programs]
     workers = f"{settings.prefill} prefill, {settings.decode} decode"
     display.text(f"kvmesh {version('kvmesh')}: {settings.model}, {workers}; logs in {_log_dir(prepared)}")
     mesh = _new_mesh(prepared, display, programs, nats_url)
@@ -63,6 +65,17 @@ async def _run(prepared: Prepared, display: Display, unread: asyncio.Event) -> i
         for side in sides:
             side.cancel()
     return exit_code
+
+
+def _plan_broker(store_dir: Path) -> tuple[str, Program]:
+    """URL and program of the nats-server that the Python environment brings along. Port and store stay the
+    same over its restarts. Raises NotStartable."""
+    port = check_port(_BROKER_HOST, 0)
+    try:
+        command = nats_server_command(store_dir, host=_BROKER_HOST, port=port)
+    except BrokerNotStarted as error:
+        raise NotStartable(str(error)) from error
+    return f"nats://{_BROKER_HOST}:{port}", Program(BROKER, command, BROKER_STAGE)
 
 
 def _log_dir(prepared: Prepared) -> Path:

@@ -1,37 +1,17 @@
 """Hears from the children through presence: shows progress, says when all are ready, strikes off the dead."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from libs.bus.bus import Bus
 from libs.bus.errors import BusError
 from libs.bus.messages.presence import Presence, ServiceState
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from services.up.display import Display
+from services.up.mesh import Mesh
 
 _MAX_DEATHS_WAITING = 256
-
-
-class Children(Protocol):
-    """What the processes themselves know; `Mesh` is it."""
-
-    def is_ours(self, name: str, pid: int) -> bool:
-        """Whether the child of this name has this process id now: others may share our broker."""
-        ...
-
-    def age_seconds(self, name: str) -> float:
-        """How long ago the child of this name was last started."""
-        ...
-
-    def became_ready(self, name: str) -> None:
-        """The child told so itself."""
-        ...
-
-    def on_death(self, listener: Callable[[str, int], None]) -> None:
-        """Call `listener` with name and process id after each end of a child."""
-        ...
 
 
 class Watch:
@@ -41,7 +21,7 @@ class Watch:
     and could not tell a broker that stands still from children that do.
     """
 
-    def __init__(self, children: Children, display: Display, names: Sequence[str]) -> None:
+    def __init__(self, children: Mesh, display: Display, names: Sequence[str]) -> None:
         self._children, self._display = children, display
         self._states: dict[str, ServiceState | None] = dict.fromkeys(names)
         self._incarnations: dict[int, str] = {}

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from libs.bus.messages.presence import ServiceKind
 from libs.mesh.workers import WORKERS
 from services.up.announce import cli_command, invitation, reachable_url
-from services.up.pass_on import split_flags
 from services.up.plan import Child, children_environment, plan_children, share_threads
-from services.up.prepare import with_admin_key, with_threads
+from services.up.prepare import split_flags, with_admin_key, with_threads
 from services.up.settings import UpSettings
 
 OWN = UpSettings.__struct_fields__
