@@ -7,7 +7,7 @@ decided by rendezvous hashing: when a store comes or goes, only the runs that it
 
 from collections.abc import Sequence
 
-from libs.kv.rendezvous import owner_of
+import xxhash
 
 RUN_BLOCKS = 32
 
@@ -20,10 +20,15 @@ def runs_of(num_blocks: int) -> list[range]:
     ]
 
 
-def store_of(first_name: bytes, stores: Sequence[str]) -> str:
-    """Which of `stores` (names, not incarnations: a restarted store keeps its runs) keeps the run that begins
-    with this block. The order of `stores` does not matter. Raises ValueError without stores."""
-    return owner_of(first_name, stores)
+def owner_of(key: bytes, names: Sequence[str]) -> str:
+    """The name that draws the highest number for this key; the order of `names` does not matter.
+
+    When a name comes or goes, only the keys it gains or loses move. A run belongs to the owner of its first
+    block's hash among the stores' names, which a restarted store keeps. Raises ValueError without names.
+    """
+    if not names:
+        raise ValueError("a key needs somebody to belong to; ask only while there is one")
+    return max(names, key=lambda name: (xxhash.xxh3_64_intdigest(key + b"\0" + name.encode()), name))
 
 
 def runs_by_store(names: Sequence[bytes], stores: Sequence[str]) -> dict[str, list[range]]:
@@ -31,7 +36,7 @@ def runs_by_store(names: Sequence[bytes], stores: Sequence[str]) -> dict[str, li
     by_store: dict[str, list[range]] = {}
     if stores:
         for run in runs_of(len(names)):
-            by_store.setdefault(store_of(names[run.start], stores), []).append(run)
+            by_store.setdefault(owner_of(names[run.start], stores), []).append(run)
     return by_store
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from libs.kv.rendezvous import owner_of
+from libs.kv.runs import owner_of
 from libs.routing.candidates import DecodeCandidates, Draw, Floats, Ints
 
 NEAR_SHARE = 0.01

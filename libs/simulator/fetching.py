@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from libs.cost.plan_fetch import FetchPlan, plan_fetch
-from libs.kv.runs import runs_of, store_of
+from libs.kv.runs import owner_of, runs_of
 from libs.simulator.event_loop import Due
 from libs.simulator.job import Job
 from libs.simulator.prefill_instance import PrefillInstance
@@ -52,7 +52,7 @@ class Fetching:
         if not self.stores:
             return held
         for run in runs_of(len(names)):
-            store = self.stores[store_of(names[run.start], self._shape.store_names)]
+            store = self.stores[owner_of(names[run.start], self._shape.store_names)]
             found = store.find(names[run.start : run.stop])
             held.stores.extend([store] * len(found.nodes))
             held.nodes.extend(found.nodes)
@@ -129,7 +129,7 @@ class Fetching:
         if not self.stores:
             return dues
         for run in runs_of(len(names)):
-            store = self.stores[store_of(names[run.start], self._shape.store_names)]
+            store = self.stores[owner_of(names[run.start], self._shape.store_names)]
             parent = names[run.start - 1] if run.start else b""
             dues += store.put(names[run.start : run.stop], parent, now)
         return dues

@@ -26,7 +26,6 @@ from services.kv_store.held_blocks import LayerCorrupt, Nodes, Put, PutRefused
 from services.kv_store.metrics import KvStoreMetrics
 from services.kv_store.sending import NUM_IN_FLIGHT, FetchSource, SendBuffers
 from services.kv_store.store import Store
-from services.kv_store.token_bucket import TokenBucket
 
 MAX_PUTS = 32
 """Puts of one worker under way at once; each holds memory that nobody can use yet."""
@@ -40,6 +39,22 @@ log = structlog.get_logger()
 
 class ProtocolBroken(Exception):
     """The peer sent what no worker sends."""
+
+
+class TokenBucket:
+    """Holds what is sent to `bytes_per_second` on average; 0 lets everything through."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    def take(self, num_bytes: int, now: float) -> float:
+        """When a line of this rate would have carried these, after all that was taken before; `now` where
+        there is no limit."""
+        if self._bytes_per_second <= 0:
+            return now
+        self._free_at = max(self._free_at, now) + num_bytes / self._bytes_per_second
+        return self._free_at
 
 
 @dataclass(frozen=True, slots=True)

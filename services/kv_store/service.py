@@ -20,12 +20,10 @@ from services.kv_store.disk.settings import SMALLEST_CAP_BYTES
 from services.kv_store.disk.volume import FolderUnusable
 from services.kv_store.holdings import holdings
 from services.kv_store.metrics import KvStoreMetrics
-from services.kv_store.peer import Peer
-from services.kv_store.readings import read_disk, read_memory
+from services.kv_store.peer import Peer, TokenBucket
+from services.kv_store.readings import read_disk, read_memory, tier_loads
 from services.kv_store.settings import KvStoreSettings
 from services.kv_store.store import GIB, Store, open_disk, open_trace
-from services.kv_store.tier_loads import tier_loads
-from services.kv_store.token_bucket import TokenBucket
 
 
 def open_transport(settings: KvStoreSettings, runtime: Runtime) -> Transport:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.kv.names import block_names
-from libs.kv.runs import RUN_BLOCKS, joined_runs, runs_by_store, runs_of, store_of
+from libs.kv.runs import RUN_BLOCKS, joined_runs, owner_of, runs_by_store, runs_of
 
 NAMES = block_names(list(range(4000)), 1, "model", "")
 
@@ -31,21 +31,21 @@ def test_a_longer_chain_keeps_the_runs_of_a_shorter_one_where_they_are(shorter: 
 @given(st.lists(st.text(max_size=5), min_size=2, max_size=6, unique=True), st.integers(0, 3999), st.data())
 def test_only_the_runs_of_a_store_that_goes_move(stores: list[str], block: int, data: st.DataObject) -> None:
     gone = data.draw(st.sampled_from(stores))
-    before = store_of(NAMES[block], stores)
-    after = store_of(NAMES[block], [store for store in reversed(stores) if store != gone])
+    before = owner_of(NAMES[block], stores)
+    after = owner_of(NAMES[block], [store for store in reversed(stores) if store != gone])
     assert after != gone
     assert before in (gone, after)
 
 
 def test_stores_get_about_the_same_number_of_runs() -> None:
-    counts = Counter(store_of(name, ["store-0", "store-1", "store-2"]) for name in NAMES)
+    counts = Counter(owner_of(name, ["store-0", "store-1", "store-2"]) for name in NAMES)
     assert min(counts.values()) > 0.9 * len(NAMES) / 3
 
 
 def test_without_stores_no_run_lies_anywhere() -> None:
     assert runs_by_store(NAMES[:70], []) == {}
     with pytest.raises(ValueError, match="somebody"):
-        store_of(NAMES[0], [])
+        owner_of(NAMES[0], [])
 
 
 @given(st.lists(st.booleans(), max_size=20))

@@ -12,7 +12,7 @@ from libs.kv.write_policy import (
     is_written_when_put,
     num_blocks_to_flush,
 )
-from services.kv_store.token_bucket import TokenBucket
+from services.kv_store.peer import TokenBucket
 
 POLICIES: tuple[WritePolicy, ...] = ("write_through", "write_back", "selective")
 

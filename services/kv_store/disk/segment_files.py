@@ -5,7 +5,7 @@ import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import structlog
@@ -20,36 +20,24 @@ Rows = Sequence[NDArray[np.uint8]]
 _NAME = re.compile(r"(\d{8})-(\d+)x(\d+)x(\d+)\.kv")
 
 
-class System(Protocol):
-    """The calls that touch segments' bytes; tests put faults in their place."""
+class System:
+    """The calls that touch segments' bytes; tests put faults in their place. The buffer protocol's own types
+    know nothing of arrays before Python 3.12."""
 
     def pwritev(self, fd: int, buffers: Rows, offset: int, /) -> int:
         """Bytes written."""
-        ...
-
-    def preadv(self, fd: int, buffers: Rows, offset: int, /) -> int:
-        """Bytes read."""
-        ...
-
-    def fdatasync(self, fd: int, /) -> None:
-        """Returns when the file's bytes are on the device."""
-        ...
-
-
-class _Os:
-    """The buffer protocol's own types know nothing of arrays before Python 3.12."""
-
-    def pwritev(self, fd: int, buffers: Rows, offset: int, /) -> int:
         return os.pwritev(fd, cast("Sequence[bytes]", buffers), offset)
 
     def preadv(self, fd: int, buffers: Rows, offset: int, /) -> int:
+        """Bytes read."""
         return os.preadv(fd, cast("Sequence[bytearray]", buffers), offset)
 
     def fdatasync(self, fd: int, /) -> None:
+        """Returns when the file's bytes are on the device."""
         os.fdatasync(fd)
 
 
-SYSTEM: System = _Os()
+SYSTEM = System()
 
 
 class SegmentFiles:
