@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hosted import Hosted
 from store_scene import StoreScene, Worker, names_of, store_scene
+from structlog.testing import capture_logs
 
 from libs.kv import layer_groups
 
@@ -200,6 +201,29 @@ async def test_a_damaged_file_is_a_miss_and_the_store_goes_on(scene: StoreScene,
     await put_all(scene, second, worker, 1)
     assert await worker.fetch(names_of(1, 8))
     await scene.until(lambda: second.gauge("store_num_loading_blocks") == 0)
+
+
+async def test_a_damaged_index_is_an_error_in_the_log_and_an_empty_disk_that_fills_again(
+    scene: StoreScene, tmp_path: Path
+) -> None:
+    first = await scene.store(disk_mib=64, folder=tmp_path)
+    await put_all(scene, first, await scene.worker(first), 1)
+    assert await first.end() == 0
+    for path in (tmp_path / "store-0" / "index").glob("*.sst"):
+        path.write_bytes(bytes(path.stat().st_size))
+    for path in (tmp_path / "store-0" / "index").glob("MANIFEST*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with capture_logs() as logs:
+        second = await scene.store(disk_mib=64, folder=tmp_path)
+    assert [one["log_level"] for one in logs if one["event"] == "disk_index_dropped"] == ["error"]
+    assert second.gauge("store_disk_index_repairs_total") == 1
+    worker = await scene.worker(second)
+    assert await worker.held(names_of(1, 8)) == (0, 0)
+    await put_all(scene, second, worker, 1)
+    assert await second.end() == 0
+    third = await scene.store(disk_mib=64, folder=tmp_path)
+    assert third.gauge("store_disk_index_repairs_total") == 0
+    assert await (await scene.worker(third)).fetch(names_of(1, 8))
 
 
 async def test_a_folder_that_cannot_be_used_ends_the_start_with_a_word(
