@@ -72,9 +72,9 @@ class DiskWriter:
         self._removed.extend(names)
         self._is_due.set()
 
-    def on_paused(self, is_paused: bool) -> None:
-        """Writing works again, or does not. What came meanwhile is made up for, if memory still has it."""
-        if not is_paused and is_written_when_put(self._policy):
+    def on_resumed(self) -> None:
+        """Writing works again. What came meanwhile is made up for, if memory still has it."""
+        if is_written_when_put(self._policy):
             self._sweep = self._blocks.tree.members(MEMORY)
         self._is_due.set()
 

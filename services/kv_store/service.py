@@ -114,16 +114,9 @@ class KvStoreService:
             raise SettingsError(
                 f"disk_gib is {settings.disk_gib}; the least is {SMALLEST_CAP_BYTES / GIB:.3f}, or 0 for none"
             )
-        stores: list[Store] = []
-
-        def on_paused(is_paused: bool) -> None:
-            for store in stores:
-                store.on_disk_paused(is_paused)
-
         name = self._runtime.identity.name
-        disk, trace = open_disk(settings, name, on_paused), open_trace(settings, name)
-        stores.append(Store(settings, self._metrics, publisher, self._runtime.spawn, disk, trace))
-        return stores[0]
+        disk, trace = open_disk(settings, name), open_trace(settings, name)
+        return Store(settings, self._metrics, publisher, self._runtime.spawn, disk, trace)
 
     async def _accept(self, listener: Listener, store: Store) -> NoReturn:
         while True:

@@ -3,7 +3,7 @@ loading, writing, expiry, trace. The bytes travel elsewhere."""
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -79,7 +79,7 @@ class Store:
         """Find what the disk holds. Raises FolderUnusable."""
         if self.disk is not None and self.writer is not None:
             await self._adopt(await self.disk.open())
-            self._run("disk", self.disk.run())
+            self._run("disk", self.disk.run(self.writer.on_resumed))
             self._run("disk-writer", self.writer.run())
         if self.trace is not None:
             self._run("access-trace", self.trace.run())
@@ -185,11 +185,6 @@ class Store:
         if self.loader is not None:
             self._run("load", self.loader.run(load))
 
-    def on_disk_paused(self, is_paused: bool) -> None:
-        """Tell the writer; for the disk tier."""
-        if self.writer is not None:
-            self.writer.on_paused(is_paused)
-
     def _on_removed(self, tier: Tier, names: Sequence[bytes]) -> None:
         self._events.removed(tier, names)
         if tier is Tier.DISK and self.writer is not None:
@@ -276,7 +271,7 @@ class Store:
             await self._page_due.wait()
 
 
-def open_disk(settings: KvStoreSettings, name: str, on_paused: Callable[[bool], None]) -> DiskTier | None:
+def open_disk(settings: KvStoreSettings, name: str) -> DiskTier | None:
     """The tier on disk, as the settings want it; None without one."""
     if settings.disk_gib <= 0:
         return None
@@ -287,7 +282,7 @@ def open_disk(settings: KvStoreSettings, name: str, on_paused: Callable[[bool], 
         index_folder=Path(settings.index_path) / name if settings.index_path else None,
         index_cache_bytes=settings.index_cache_mib * MIB,
     )
-    return DiskTier(folder, disk_settings, on_paused)
+    return DiskTier(folder, disk_settings)
 
 
 def open_trace(settings: KvStoreSettings, name: str) -> TraceFile | None:

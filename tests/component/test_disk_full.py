@@ -50,31 +50,29 @@ class ShortWrites(Faults):
         return super().pwritev(fd, [buffers[0][:1000]], offset)
 
 
-class Pauses:
-    """What the tier said about pausing, and a way to wait for the next word."""
+class Resumes:
+    """Waits until writing works again."""
 
     def __init__(self) -> None:
-        self.heard: list[bool] = []
-        self._news = asyncio.Event()
+        self._resumed = asyncio.Event()
 
-    def __call__(self, is_paused: bool) -> None:
-        self.heard.append(is_paused)
-        self._news.set()
+    def __call__(self) -> None:
+        self._resumed.set()
 
-    async def wait_for(self, is_paused: bool) -> None:
+    async def wait_for(self, tier: DiskTier) -> None:
         async with asyncio.timeout(30):
-            while not self.heard or self.heard[-1] is not is_paused:
-                self._news.clear()
-                await self._news.wait()
+            while tier.is_paused:
+                self._resumed.clear()
+                await self._resumed.wait()
 
 
 @asynccontextmanager
 async def running(
-    folder: Path, faults: Faults | None = None, pauses: Pauses | None = None
+    folder: Path, faults: Faults | None = None, resumes: Resumes | None = None
 ) -> AsyncIterator[DiskTier]:
-    tier = DiskTier(folder, QUICK, pauses or Pauses(), system=faults or SYSTEM)
+    tier = DiskTier(folder, QUICK, system=faults or SYSTEM)
     await tier.open()
-    upkeep = asyncio.ensure_future(tier.run())
+    upkeep = asyncio.ensure_future(tier.run(resumes or Resumes()))
     try:
         yield tier
     finally:
@@ -85,16 +83,16 @@ async def running(
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
 async def test_a_failed_write_pauses_writing_until_it_works_again(tmp_path: Path, error: int) -> None:
-    faults, pauses, blocks = Faults(), Pauses(), chain(0, 40)
-    async with running(tmp_path, faults, pauses) as tier:
+    faults, resumes, blocks = Faults(), Resumes(), chain(0, 40)
+    async with running(tmp_path, faults, resumes) as tier:
         assert all(await tier.write(blocks))
         faults.write_error = error
         assert await tier.write(chain(100, 40)) == [False] * 40
-        assert pauses.heard == [True]
+        assert tier.is_paused
         assert not tier.can_write(1, 6, 4096)
         assert not (await read(tier, names_of(blocks))).missed
         faults.write_error = None
-        await pauses.wait_for(False)
+        await resumes.wait_for(tier)
         assert all(await tier.write(chain(100, 40)))
         assert not (await read(tier, names_of(blocks + chain(100, 40)))).missed
         assert (tier.counts.num_pauses, tier.counts.num_write_errors) == (1, 1)
@@ -104,23 +102,23 @@ async def test_a_failed_write_pauses_writing_until_it_works_again(tmp_path: Path
 
 
 async def test_a_write_that_fails_leaves_no_older_block_of_its_name(tmp_path: Path) -> None:
-    faults, pauses, blocks = Faults(), Pauses(), chain(0, 4)
-    async with running(tmp_path, faults, pauses) as tier:
+    faults, resumes, blocks = Faults(), Resumes(), chain(0, 4)
+    async with running(tmp_path, faults, resumes) as tier:
         await tier.write(blocks)
         faults.write_error = errno.EIO
         assert await tier.write(blocks[:2]) == [False, False]
         assert (await read(tier, names_of(blocks))).right == names_of(blocks[2:])
         faults.write_error = None
-        await pauses.wait_for(False)
+        await resumes.wait_for(tier)
         assert tier.num_blocks == 2
     async with opened(tmp_path) as (_, held):
         assert sorted(names_of(held)) == sorted(names_of(blocks[2:]))
 
 
 async def test_a_failed_flush_pauses_writing(tmp_path: Path) -> None:
-    faults, pauses = Faults(), Pauses()
+    faults = Faults()
     settings = msgspec.structs.replace(QUICK, fsync="always")
-    tier = DiskTier(tmp_path, settings, pauses, system=faults)
+    tier = DiskTier(tmp_path, settings, system=faults)
     await tier.open()
     faults.sync_error = errno.EIO
     assert await tier.write(chain(0, 4)) == [False] * 4
@@ -164,15 +162,15 @@ async def test_removes_while_the_index_cannot_be_written_are_kept_and_done_later
     def fail(*_: object) -> None:
         raise IndexFailed("no room")
 
-    pauses, blocks = Pauses(), chain(0, 8)
-    async with running(tmp_path, None, pauses) as tier:
+    resumes, blocks = Resumes(), chain(0, 8)
+    async with running(tmp_path, None, resumes) as tier:
         await tier.write(blocks)
         with monkeypatch.context() as patched:
             patched.setattr(Index, "_write", fail)
             await tier.remove(names_of(blocks[:3]))
             assert tier.is_paused
             assert (await read(tier, names_of(blocks))).right == names_of(blocks[3:])
-        await pauses.wait_for(False)
+        await resumes.wait_for(tier)
         assert tier.num_blocks == 5
     async with opened(tmp_path) as (_, held):
         assert sorted(names_of(held)) == sorted(names_of(blocks[3:]))
@@ -208,18 +206,18 @@ def take_all_room(folder: Path) -> Path:
 
 
 async def test_a_disk_that_fills_up_pauses_writes_and_room_resumes_them(small_disk: Path) -> None:
-    pauses = Pauses()
-    async with running(small_disk / "kv", None, pauses) as tier:
+    resumes = Resumes()
+    async with running(small_disk / "kv", None, resumes) as tier:
         written: list[bytes] = []
         for start in range(0, 2000, 40):
             batch = chain(start, 40)
             if not all(await tier.write(batch)):
                 break
             written += names_of(batch)
-        assert pauses.heard == [True]
+        assert tier.is_paused
         assert not (await read(tier, written)).missed
         await tier.remove(written[:400])
-        await pauses.wait_for(False)
+        await resumes.wait_for(tier)
         assert all(await tier.write(chain(5000, 40)))
         assert not (await read(tier, written[400:] + names_of(chain(5000, 40)))).missed
     async with opened(small_disk / "kv") as (tier, held):
@@ -228,8 +226,8 @@ async def test_a_disk_that_fills_up_pauses_writes_and_room_resumes_them(small_di
 
 
 async def test_a_foreign_file_that_takes_all_room_and_goes_again(small_disk: Path) -> None:
-    pauses, blocks = Pauses(), chain(0, 100)
-    async with running(small_disk / "kv", None, pauses) as tier:
+    resumes, blocks = Resumes(), chain(0, 100)
+    async with running(small_disk / "kv", None, resumes) as tier:
         await tier.write(blocks)
         ballast = take_all_room(small_disk)
         for start in range(1000, 2000, 20):
@@ -237,9 +235,9 @@ async def test_a_foreign_file_that_takes_all_room_and_goes_again(small_disk: Pat
                 break
         assert tier.is_paused
         assert not (await read(tier, names_of(blocks))).missed
-        assert pauses.heard == [True]
+        assert tier.is_paused
         ballast.unlink()
-        await pauses.wait_for(False)
+        await resumes.wait_for(tier)
         assert all(await tier.write(chain(5000, 40)))
     async with opened(small_disk / "kv") as (tier, held):
         assert {*names_of(blocks), *names_of(chain(5000, 40))} <= set(names_of(held))
@@ -249,14 +247,14 @@ async def test_a_start_on_a_full_disk_drops_what_cannot_be_opened_and_fills_agai
     blocks = chain(0, 100)
     await fill(small_disk / "kv", blocks)
     ballast = take_all_room(small_disk)
-    pauses = Pauses()
-    async with running(small_disk / "kv", None, pauses) as tier:
+    resumes = Resumes()
+    async with running(small_disk / "kv", None, resumes) as tier:
         answer = await read(tier, names_of(blocks))
         assert len(answer.right) == tier.num_blocks
         assert tier.counts.num_index_drops == 0 or not answer.right  # RocksDB may have found a last page
         ballast.unlink()
         if tier.is_paused:
-            await pauses.wait_for(False)
+            await resumes.wait_for(tier)
         assert all(await tier.write(chain(1000, 5)))
         assert not (await read(tier, answer.right + names_of(chain(1000, 5)))).missed
     async with opened(small_disk / "kv") as (_, held):
@@ -267,26 +265,26 @@ async def test_a_first_start_on_a_full_disk_waits_for_room(small_disk: Path) -> 
     for folder in ("kv", "kv/index", "kv/segments"):
         (small_disk / folder).mkdir()
     ballast = take_all_room(small_disk)
-    pauses = Pauses()
-    async with running(small_disk / "kv", None, pauses) as tier:
+    resumes = Resumes()
+    async with running(small_disk / "kv", None, resumes) as tier:
         assert tier.is_paused
         assert (await read(tier, [name_of(0)])).missed == [name_of(0)]
         ballast.unlink()
-        await pauses.wait_for(False)
+        await resumes.wait_for(tier)
         assert all(await tier.write(chain(0, 5)))
 
 
 async def test_a_folder_that_may_only_be_read_is_empty_and_paused_until_it_may_be_written(
     small_disk: Path,
 ) -> None:
-    blocks, pauses = chain(0, 50), Pauses()
+    blocks, resumes = chain(0, 50), Resumes()
     await fill(small_disk / "kv", blocks)
     remount(small_disk, "ro")
-    async with running(small_disk / "kv", None, pauses) as tier:
+    async with running(small_disk / "kv", None, resumes) as tier:
         assert tier.is_paused
         assert tier.num_blocks == len((await read(tier, names_of(blocks))).right) == 0
         remount(small_disk, "rw")
-        await pauses.wait_for(False)
+        await resumes.wait_for(tier)
         assert tier.num_blocks == 0
         assert all(await tier.write(chain(1000, 5)))
         assert not (await read(tier, names_of(chain(1000, 5)))).missed
@@ -300,16 +298,16 @@ async def test_an_index_that_fails_between_opening_and_first_write_is_read_until
     def fail(*_: object) -> None:
         raise IndexFailed("no room")
 
-    pauses, blocks = Pauses(), chain(0, 8)
+    resumes, blocks = Resumes(), chain(0, 8)
     await fill(tmp_path, blocks)
     with monkeypatch.context() as patched:
         patched.setattr(Index, "mark_end", fail)
-        tier = DiskTier(tmp_path, QUICK, pauses)
+        tier = DiskTier(tmp_path, QUICK)
         assert len(await tier.open()) == tier.num_blocks == 8
     assert tier.is_paused
-    upkeep = asyncio.ensure_future(tier.run())
+    upkeep = asyncio.ensure_future(tier.run(resumes))
     assert not (await read(tier, names_of(blocks))).missed
-    await pauses.wait_for(False)
+    await resumes.wait_for(tier)
     assert all(await tier.write(chain(100, 8)))
     assert tier.num_blocks == 16
     assert not (await read(tier, names_of(blocks + chain(100, 8)))).missed

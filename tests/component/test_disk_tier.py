@@ -209,7 +209,7 @@ async def test_at_an_interval_written_files_are_flushed_and_only_those(tmp_path:
     settings = msgspec.structs.replace(SETTINGS, fsync="interval", fsync_interval_seconds=0.01)
     tier = DiskTier(tmp_path, settings, system=system)
     await tier.open()
-    running = asyncio.ensure_future(tier.run())
+    running = asyncio.ensure_future(tier.run(lambda: None))
     await tier.write(chain(0, 4))
     assert await asyncio.to_thread(system.flushed.wait, 20)
     running.cancel()

@@ -42,7 +42,7 @@ async def test_reads_beside_writes_and_removes_give_the_right_bytes_or_a_miss(tm
     is_over = asyncio.Event()
     async with opened(tmp_path, SMALL) as (tier, _):
         assert all(await tier.write([block(name, shape=SHAPE) for name in lasting]))
-        upkeep = asyncio.ensure_future(tier.run())
+        upkeep = asyncio.ensure_future(tier.run(lambda: None))
         readers = [asyncio.ensure_future(read_on(tier, random.Random(i), is_over)) for i in range(3)]
         held = await write_and_remove(tier, random.Random(9), passing)
         is_over.set()

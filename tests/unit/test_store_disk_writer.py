@@ -146,14 +146,13 @@ async def test_a_pause_is_waited_out_and_made_up_for() -> None:
         scene.put(1, 2)
         await until(lambda: bool(disk.batches))
         disk.is_paused = True
-        scene.writer.on_paused(True)
         disk.gate.set()
         scene.put(3)
         await scene.settle()
         assert scene.on_disk() == set()
         assert scene.writer.num_waiting == 1
         disk.is_paused = False
-        scene.writer.on_paused(False)
+        scene.writer.on_resumed()
         await scene.settle()
         assert scene.on_disk() == {1, 2, 3}
 

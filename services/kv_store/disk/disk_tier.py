@@ -30,22 +30,17 @@ SMALLEST_PART_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-def _ignore(_is_paused: bool) -> None:
-    """Nobody wants to know."""
-
-
 class DiskTier:
-    """Blocks in `folder`, whose files stay within `settings.cap_bytes`. `on_paused` is told in the loop."""
+    """Blocks in `folder`, whose files stay within `settings.cap_bytes`."""
 
     def __init__(
         self,
         folder: Path,
         settings: DiskSettings,
-        on_paused: Callable[[bool], None] = _ignore,
         *,
         system: System = SYSTEM,
     ) -> None:
-        self._settings, self._on_paused = settings, on_paused
+        self._settings = settings
         self.counts = DiskCounts()
         self._volume = Volume(folder, settings, self.counts, system)
         self._writer = ThreadPoolExecutor(1, "disk-write")
@@ -131,12 +126,12 @@ class DiskTier:
         """Forget these. Unknown names are passed over."""
         await self._change(self._volume.remove, names)
 
-    async def run(self) -> NoReturn:
-        """Flushes as the policy says, and while paused looks whether writing works again."""
+    async def run(self, on_resumed: Callable[[], None]) -> NoReturn:
+        """Flushes as the policy says, and while paused looks whether writing works again: `on_resumed`."""
         async with asyncio.TaskGroup() as tasks:
             if self._settings.fsync == "interval":
                 tasks.create_task(self._flush_at_intervals())
-            await self._resume_after_pauses()
+            await self._resume_after_pauses(on_resumed)
 
     async def close(self) -> None:
         """After the last call has returned, or `open` has failed. Keeps what is held."""
@@ -158,7 +153,7 @@ class DiskTier:
             except (OSError, IndexFailed) as error:
                 self._pause(error)
 
-    async def _resume_after_pauses(self) -> NoReturn:
+    async def _resume_after_pauses(self, on_resumed: Callable[[], None]) -> NoReturn:
         while True:
             await self._paused.wait()
             await asyncio.sleep(self._settings.retry_seconds)
@@ -169,7 +164,7 @@ class DiskTier:
             else:
                 log.info("disk_writes_resumed")
                 self._paused.clear()
-                self._on_paused(False)
+                on_resumed()
 
     def _parts(self, wanted: Sequence[BlockToRead]) -> list[Sequence[BlockToRead]]:
         """For each thread one, where it is worth it."""
@@ -191,7 +186,6 @@ class DiskTier:
             log.warning("disk_writes_paused", error=str(error))
             self.counts.num_pauses += 1
             self._paused.set()
-            self._on_paused(True)
 
     async def _change(self, change: Callable[..., None], *args: object) -> None:
         """What cannot be done now is done before the next write."""
