@@ -1,4 +1,4 @@
-"""The engine without its thread: commands change sequences, `step` runs what the scheduler chose.
+"""The engine without its thread: commands change its parts, `step` runs what the scheduler chose.
 
 Synchronous, and owned by whoever calls it; the clock is given, so that deadlines can be tested.
 """
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as Rowwise
 from contextlib import contextmanager
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -19,8 +18,7 @@ from libs.cost.estimators import PrefillEstimator
 from libs.cost.load import WorkerLoad
 from libs.cost.prefill import num_pairs
 from libs.engine.attention import fitting_attention
-from libs.engine.errors import NotYet
-from libs.engine.forward.loading import Incoming, LoadingStep
+from libs.engine.forward.loading import Incoming, LoadingStep, LoadingSteps
 from libs.engine.forward.ragged import RaggedBatch, Span, ragged_batch
 from libs.engine.forward.remote_kv import Hosts, Wait, WholeKv, result_now
 from libs.engine.forward.runner import HandOverBudget, Runner, leaving
@@ -28,21 +26,18 @@ from libs.engine.hosting.hosted_modules import HostedModules
 from libs.engine.hosting.port import HostLost
 from libs.engine.memory.pool import BlockLayout, Pool
 from libs.engine.meter import Meter
-from libs.engine.migration.home import home_of
-from libs.engine.migration.migrations import Moves
-from libs.engine.outputs import LayerOutput, Reservation, SequenceFailed, StepOutput, TokenOutput
+from libs.engine.migration.layout import KvLayout
+from libs.engine.migration.migrator import Migrator
+from libs.engine.outputs import LayerOutput, SequenceFailed, StepOutput
 from libs.engine.sampling.commit import commit
 from libs.engine.scheduling.scheduler import Chunk, Limits, Schedule, schedule
 from libs.engine.scheduling.sequence import Sequence, SequenceState
-from libs.engine.scheduling.sequence_table import Ledger
+from libs.engine.scheduling.sequence_table import SequenceTable
 from libs.engine.settings import EngineSettings, pool_blocks
 from libs.model.layer import layer_bytes
 from libs.model.model import Model
 from libs.placement.placement import Placement, all_home
-from libs.request.generation import Generation
 from libs.request.outcome import FailureReason
-
-T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -60,11 +55,11 @@ def _ignore_placement(placement: Placement, lost: str) -> None:
 
 
 class EngineCore:
-    """Model, pool and sequences of one worker.
+    """One worker's engine in parts: commands call `sequences`, `incoming`, `migrator` and `hosted` directly.
 
     `on_layers` hears KV to hand over while a step runs; `between_layers` is called after each layer, and may
-    call `write_blocks` and `moves.copy_in_step` and run pieces of `hosted`, nothing else. `wait`, which waits
-    for hosts, may do the first and the last of these; `away` measures it.
+    call `incoming.write` and `migrator.copy_in_step` and run pieces of `hosted`, nothing else. `wait`, which
+    waits for hosts, may do the first and the last of these; `away` measures it.
     """
 
     def __init__(
@@ -86,7 +81,7 @@ class EngineCore:
         layout = BlockLayout(placement.resident_slots(), settings.block_size, config.head_dim, model.dtype)
         self.settings = settings
         self.pool = _pool(model, settings, layout)
-        self.ledger = Ledger(
+        self.sequences = SequenceTable(
             settings,
             self.pool.num_blocks,
             fingerprint=model.fingerprint,
@@ -99,7 +94,6 @@ class EngineCore:
         self._clock = clock
         self._has_just_loaded = self._has_measured = False
         self._on_layers = on_layers
-        self._failed: list[SequenceFailed] = []
         self._kv = WholeKv(self.pool, Hosts(wait, away or Meter()), placement)
         self._runner = Runner(
             model,
@@ -109,17 +103,18 @@ class EngineCore:
             on_layers=self._layers_done,
             between_layers=between_layers,
         )
-        self._home = home_of(self.pool, self.ledger, self._kv, self._runner, on_placement)
-        self._loading, self._arrangement = self._home.loading, self._home.arrangement
+        self._loading = LoadingSteps(self.sequences, self._runner)
+        layout_now = KvLayout(self.pool, self.sequences, self._kv, self._runner, self._loading)
         self.hosted = HostedModules(
             model,
             self.pool,
-            self,
             lambda kv: fitting_attention(self.model, kv),  # of the model as it is then: layers may have left
+            min_own_blocks=layout_now.min_blocks,
+            resize_own=layout_now.resize,
             worker=placement.home,
         )
-        self.moves = Moves(self._home, self.hosted)
-        self._incoming = Incoming(self.ledger, self._loading, self._kv, layout, self.moves.wrote)
+        self.migrator = Migrator(layout_now, self.hosted, on_placement)
+        self.incoming = Incoming(self.sequences, self._loading, self._kv, layout, self.migrator.wrote)
 
     @property
     def model(self) -> Model:
@@ -131,90 +126,31 @@ class EngineCore:
         """Where everything is."""
         return self._kv.placement
 
-    def reserve(self, generation: Generation, sequence_id: str, *, whole_prompt: bool) -> Reservation | None:
-        """See `Engine.reserve`."""
-        return self.ledger.reserve(generation, sequence_id, whole_prompt=whole_prompt)
-
-    def write_blocks(self, sequence_id: str, layer: int, first_block: int, blocks: torch.Tensor) -> bool:
-        """See `Engine.write_blocks`."""
-        return self._incoming.write(sequence_id, layer, first_block, blocks)
-
     def read_blocks(self, names: Rowwise[bytes]) -> torch.Tensor:
-        """See `Engine.read_blocks`."""
+        """A copy of the longest prefix of `names` that is here, as `Engine.read_blocks`. Raises HostLost."""
         config = self.model.config
-        ids = np.array(self.ledger.allocator.find(names), dtype=np.int64)
-        with torch.inference_mode(), self._losing_hosts():
+        ids = np.array(self.sequences.allocator.find(names), dtype=np.int64)
+        with self.migrator.losing_hosts():
             blocks = self._kv.read(range(config.num_layers), ids)
         return blocks.view(len(ids), config.num_layers, config.num_kv_heads, *blocks.shape[2:])
 
-    def begin(
-        self,
-        sequence_id: str,
-        *,
-        num_computed_tokens: int,
-        hand_over: bool = False,
-        first_block: int = 0,
-        awaits_kv: bool = False,
-    ) -> None:
-        """See `Engine.begin`."""
-        self.ledger.begin(
-            sequence_id,
-            num_computed_tokens=num_computed_tokens,
-            hand_over=hand_over,
-            first_block=first_block,
-            awaits_kv=awaits_kv,
-        )
-
-    def adopt(self, sequence_id: str, first: TokenOutput) -> SequenceFailed | None:
-        """See `Engine.adopt`. A failure where this engine's limits end it and `first` did not say so."""
-        if self.ledger.adopt(sequence_id, first) or first.finish is not None:
-            return None
-        detail = f"the sequence is over for this engine, whose limit is {self.ledger.max_len} tokens"
-        return SequenceFailed(sequence_id, FailureReason.INTERNAL, detail)
-
-    def abort(self, sequence_id: str) -> None:
-        """Frees everything the sequence holds, from any state. Unknown ids are ignored."""
-        sequence = self.ledger.sequences.get(sequence_id)
-        if sequence is not None:
-            self.ledger.end(sequence)
-
-    def move(self, act: Callable[[Moves], T]) -> T:
-        """Runs one operation of a move. Raises what it raises; a lost host is dealt with before."""
-        with torch.inference_mode(), self._losing_hosts():
-            return act(self.moves)
-
-    def lose_host(self, worker: str, why: str, cut: Collection[Sequence] = ()) -> None:
-        """See `Engine.lose_host`. Of `cut` sequences, a step that broke has handed over some layers."""
-        with torch.inference_mode():
-            self._failed += self.moves.lose(worker, why, cut)
-
-    def least_blocks(self) -> int:
-        """See OwnPool."""
-        return self._arrangement.least_blocks(self._home.weights.num_grown_bytes)
-
-    def resize(self, num_blocks: int | None) -> None:
-        """See OwnPool."""
-        if self._loading.are_under_way:
-            self._loading.is_paused = True
-            raise NotYet
-        with torch.inference_mode():
-            self._arrangement.resize(num_blocks)
-
     def load(self) -> WorkerLoad:
         """What is held and to be done."""
-        load = self.ledger.load(self.prefill.cost)
+        load = self.sequences.load(self.prefill.cost)
         if not self._has_measured:
             return load
         return msgspec.structs.replace(load, prefill_cost=self.prefill.cost)
 
     def fail_all(self, reason: FailureReason, detail: str) -> list[SequenceFailed]:
         """Ends every sequence, whatever it is doing."""
-        sequences = list(self.ledger.sequences.values())
-        return self._failed + [self.ledger.fail(sequence, reason, detail) for sequence in sequences]
+        sequences = list(self.sequences.by_id.values())
+        return self.migrator.take_failed() + [
+            self.sequences.fail(sequence, reason, detail) for sequence in sequences
+        ]
 
     def seconds_to_deadline(self) -> float | None:
         """Until the earliest deadline, from 0 to an hour; None without sequences."""
-        deadline = self.ledger.next_deadline()
+        deadline = self.sequences.next_deadline()
         return None if deadline is None else min(max(0.0, deadline - self._clock()), 3600.0)
 
     def step(self) -> StepOutput:
@@ -222,29 +158,26 @@ class EngineCore:
 
         An error inside fails the sequences of this step, and no other.
         """
-        output = StepOutput(failed=self.ledger.expire(self._clock()) + self._failed)
-        self._failed = []
+        output = StepOutput(failed=self.sequences.expire(self._clock()) + self.migrator.take_failed())
         self._loading.forget_ended()
-        self.moves.settle()
+        self.migrator.give_back_blocks()
         self._has_just_loaded = not self._has_just_loaded and self._step_loading(output)
         if not self._has_just_loaded:
             self._step_together(output)
             if output.is_idle:
                 self._has_just_loaded = self._step_loading(output)
                 output.is_idle = not self._has_just_loaded
-        if lost := self.moves.take_lost():
-            self.lose_host(lost.worker, lost.why)
-        output.failed += self._failed
-        self._failed = []
-        output.stored, output.removed = self.ledger.allocator.take_changes()
+        self.migrator.settle_lost()
+        output.failed += self.migrator.take_failed()
+        output.stored, output.removed = self.sequences.allocator.take_changes()
         self._loading.is_paused = False  # who still wants it asks for it again
         return output
 
     def _step_together(self, output: StepOutput) -> None:
         """A step of all whose KV is there."""
-        ledger = self.ledger
-        plan = schedule(ledger.by_age, self._limits(), ledger.num_freed)
-        spans = ledger.apply(plan, self._clock())
+        sequences = self.sequences
+        plan = schedule(sequences.by_age, self._limits(), sequences.num_freed)
+        spans = sequences.apply(plan, self._clock())
         if plan.is_empty:
             # A preemption may have freed more than the scheduler could foresee: look again.
             output.is_idle = not plan.preempted
@@ -257,7 +190,7 @@ class EngineCore:
 
     def _step_loading(self, output: StepOutput) -> bool:
         """Takes the oldest loading sequence that can go on as far as it can; False where none can."""
-        for sequence in self.ledger.by_age:
+        for sequence in self.sequences.by_age:
             if not sequence.is_loading:
                 continue
             with self._failing([sequence], output):
@@ -303,33 +236,24 @@ class EngineCore:
             _log.warning("engine_lost_host", worker=lost.worker, reason=str(lost))
             if not any(placed.worker == lost.worker for placed in self.placement.placed):
                 output.failed += self._fail_live(sequences, FailureReason.PEER_LOST, str(lost))
-            self.lose_host(lost.worker, lost.why, cut)
+            self.migrator.lose_host(lost.worker, lost.why, cut)
         except Exception as error:  # noqa: BLE001 - the boundary of a step
             _log.exception("engine_step_failed", num_sequences=len(sequences))
             detail = f"{type(error).__name__}: {error}"
             output.failed += self._fail_live(sequences, FailureReason.INTERNAL, detail)
 
-    @contextmanager
-    def _losing_hosts(self) -> Generator[None]:
-        """For commands that wait for hosts."""
-        try:
-            yield
-        except HostLost as lost:
-            self.lose_host(lost.worker, lost.why)
-            raise
-
     def _fail_live(
         self, sequences: list[Sequence], reason: FailureReason, detail: str
     ) -> list[SequenceFailed]:
         live = [sequence for sequence in sequences if sequence.state is not SequenceState.FINISHED]
-        return [self.ledger.fail(sequence, reason, detail) for sequence in live]
+        return [self.sequences.fail(sequence, reason, detail) for sequence in live]
 
     def _limits(self) -> Limits:
         return Limits(
             block_size=self.settings.block_size,
             max_num_seqs=self.settings.num_step_seqs,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,
-            num_free_blocks=self.ledger.allocator.num_free,
+            num_free_blocks=self.sequences.allocator.num_free,
             num_hand_over_blocks=max(0, self.budget.num_blocks - self._loading.num_leaving_blocks),
         )
 
@@ -339,7 +263,7 @@ class EngineCore:
         batch: RaggedBatch | None = None
         logits: torch.Tensor | None = None
         if plan.decodes or full:
-            batch = ragged_batch(self.ledger.rows, plan.decodes, full, self.settings.block_size)
+            batch = ragged_batch(self.sequences.rows, plan.decodes, full, self.settings.block_size)
             logits = self._runner.run(batch, hand_overs)
             output.num_tokens = len(batch.token_ids)
         else:
@@ -355,9 +279,9 @@ class EngineCore:
         logits: torch.Tensor | None,
         output: StepOutput,
     ) -> None:
-        if batch is not None and self.moves.is_under_way:
-            self.moves.wrote(np.unique(batch.slots // self.settings.block_size).tolist())
-        commit(self.ledger, decodes, chunks, spans, batch, logits, output)
+        if batch is not None and self.migrator.is_under_way:
+            self.migrator.wrote(np.unique(batch.slots // self.settings.block_size).tolist())
+        commit(self.sequences, decodes, chunks, spans, batch, logits, output)
 
     def _layers_done(self, outputs: list[LayerOutput]) -> None:
         for one in outputs:

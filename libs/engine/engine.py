@@ -1,8 +1,8 @@
 """The engine as services see it: asyncio outside, one thread that owns torch inside.
 
-Life: `start`, then `reserve` → `write_blocks`* → `begin` or `adopt` per sequence, then `close`. `close` may
-also follow a failed `start`. Every sequence that was reserved ends in exactly one of: a TokenOutput with
-`finish`, `on_prompt_done`, `on_failed`, or the caller's own `abort`.
+Life: `start`, then `reserve` → `write_blocks`* → `begin` or `start_decode` per sequence, then `close`.
+`close` may also follow a failed `start`. Every sequence that was reserved ends in exactly one of: a
+TokenOutput with `finish`, `on_prompt_done`, `on_failed`, or the caller's own `abort`.
 """
 
 import asyncio
@@ -20,10 +20,12 @@ from libs.cost.load import WorkerLoad
 from libs.cost.prefill import DEFAULT_PREFILL_COST, PrefillCost
 from libs.engine.core import EngineCore
 from libs.engine.errors import EngineClosed, EngineDied, TooManyCommands
+from libs.engine.hosting.hosted_modules import HostedModules
 from libs.engine.hosting.hosting import Hosting
 from libs.engine.hosting.port import Answer
 from libs.engine.meter import Meter
-from libs.engine.moving import Moving
+from libs.engine.migration.live_migration import LiveMigration
+from libs.engine.migration.migrator import Migrator
 from libs.engine.outputs import (
     EngineListener,
     LayerOutput,
@@ -110,7 +112,7 @@ class Engine:
         )
         self._thread: EngineThread | None = None
         self._hosting: Hosting | None = None
-        self._moving: Moving | None = None
+        self._migrations: LiveMigration | None = None
         self._opened: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._death: Exception | None = None
@@ -125,8 +127,9 @@ class Engine:
         self._opened, self._ended = loop.create_future(), loop.create_future()
         self._thread = EngineThread(self._open, self._hear, loop=loop, num_threads=self._settings.num_threads)
         del self._open  # it knows the model with all its layers
-        self._hosting = Hosting(self._thread, self._ask)
-        self._moving = Moving(self._thread, self._ask, self._at_first)
+        thread = self._thread
+        self._hosting = Hosting(self._ask_hosted, thread.call_hosted, thread.hosted)
+        self._migrations = LiveMigration(self._ask_migrator, lambda: thread.load, self._at_first)
         self._thread.start()
         await asyncio.shield(self._opened)
 
@@ -162,7 +165,7 @@ class Engine:
         name = generation.request_id if sequence_id is None else sequence_id
         try:
             held: Reservation | None = await self._ask(
-                lambda core: core.reserve(generation, name, whole_prompt=whole_prompt)
+                lambda core: core.sequences.reserve(generation, name, whole_prompt=whole_prompt)
             )
         except asyncio.CancelledError:
             self.abort(name)  # nobody will know of the reservation
@@ -179,7 +182,7 @@ class Engine:
         taken between two layers, also while a step runs. Raises BadBlocks.
         """
         written: bool = await self._ask(
-            lambda core: core.write_blocks(sequence_id, layer, first_block, blocks), between_layers=True
+            lambda core: core.incoming.write(sequence_id, layer, first_block, blocks), between_layers=True
         )
         return written
 
@@ -193,7 +196,7 @@ class Engine:
 
     async def held_names(self) -> list[bytes]:
         """Names of all blocks that can be found here: a snapshot, which `on_names` keeps up to date."""
-        names: list[bytes] = await self._ask(lambda core: core.ledger.allocator.names())
+        names: list[bytes] = await self._ask(lambda core: core.sequences.allocator.names())
         return names
 
     async def begin(
@@ -215,7 +218,7 @@ class Engine:
         goes to `on_layer`. Raises UnknownSequence, WrongState, BadBlocks.
         """
         await self._ask(
-            lambda core: core.begin(
+            lambda core: core.sequences.begin(
                 sequence_id,
                 num_computed_tokens=num_computed_tokens,
                 hand_over=hand_over,
@@ -224,19 +227,21 @@ class Engine:
             )
         )
 
-    async def adopt(self, sequence_id: str, first: TokenOutput) -> None:
+    async def start_decode(self, sequence_id: str, first: TokenOutput) -> None:
         """All KV of its tokens is written and the next token known: decodes from the next step on.
 
         `first` itself is the caller's to deliver; where it is final, this only frees. Needs `whole_prompt`.
         Raises UnknownSequence, WrongState, InvalidSequence.
         """
-        await self._ask(lambda core: core.adopt(sequence_id, first))
+        await self._ask(lambda core: core.sequences.start_decode(sequence_id, first))
 
     def abort(self, sequence_id: str) -> None:
         """Frees everything it holds, from any state; nothing of it is delivered after this. Idempotent."""
         if self._thread is not None and not self._is_over:
             self._aborting[sequence_id] += 1
-            self._thread.mailbox.put(Command(lambda core: core.abort(sequence_id), is_abort_of=sequence_id))
+            self._thread.mailbox.put(
+                Command(lambda core: core.sequences.abort(sequence_id), is_abort_of=sequence_id)
+            )
 
     def release_layer(self, output: LayerOutput) -> None:
         """The output was sent, or is not wanted: room for more. Idempotent."""
@@ -251,11 +256,11 @@ class Engine:
         return self._hosting
 
     @property
-    def moving(self) -> Moving:
-        """Moves of this instance's modules to other workers. Raises EngineClosed before `start`."""
-        if self._moving is None:
+    def migrations(self) -> LiveMigration:
+        """Live migration of this instance's modules to other workers. Raises EngineClosed before `start`."""
+        if self._migrations is None:
             raise EngineClosed("the engine was not started")
-        return self._moving
+        return self._migrations
 
     @property
     def own_loop(self) -> ThreadLoop:
@@ -286,8 +291,8 @@ class Engine:
             return
 
     def _hear_placement(self, placement: Placement, lost: str) -> None:
-        if self._moving is not None:
-            self._moving.placement_changed(placement, lost)
+        if self._migrations is not None:
+            self._migrations.placement_changed(placement, lost)
 
     def load(self) -> WorkerLoad:
         """What the engine holds and does, as of its last step; `recent_request_ids` is empty."""
@@ -322,6 +327,15 @@ class Engine:
     @property
     def _is_over(self) -> bool:
         return self._ended is not None and self._ended.done()
+
+    async def _ask_hosted(self, act: Callable[[HostedModules], Any]) -> Any:
+        return await self._ask(lambda core: act(core.hosted))
+
+    async def _ask_migrator(
+        self, act: Callable[[Migrator], Any], in_step: Callable[[Migrator], Any] | None = None
+    ) -> Any:
+        between = None if in_step is None else lambda core: in_step(core.migrator)
+        return await self._ask(lambda core: act(core.migrator), in_step=between)
 
     async def _ask(
         self,

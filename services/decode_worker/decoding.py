@@ -136,7 +136,7 @@ class Decoding:
             self._metrics.adopt_seconds.observe(max(0.0, self._clock() - held.first_blocks_at))
         self.on_tokens((first,))
         try:
-            await self.engine.adopt(held.request_id, first)
+            await self.engine.start_decode(held.request_id, first)
         except EngineError as error:
             if self.sequences.get(held.request_id) is held:
                 self.fail(held, FailureReason.INTERNAL, str(error))

@@ -125,7 +125,7 @@ def _decode_rate(core: EngineCore, count: int, num_context_tokens: int, num_step
         core.step()
     seconds = time.perf_counter() - begin
     for index in range(count):
-        core.abort(str(index))
+        core.sequences.abort(str(index))
     return count * (num_steps - 1) / seconds
 
 
@@ -150,6 +150,6 @@ def _begin(core: EngineCore, sequence_id: str, num_prompt_tokens: int, *, max_to
         "",
         deadline_unix_seconds=_NO_DEADLINE,
     )
-    if core.reserve(generation, sequence_id, whole_prompt=True) is None:
+    if core.sequences.reserve(generation, sequence_id, whole_prompt=True) is None:
         raise RuntimeError(f"the pool of the measurement is too small for {sequence_id}")
-    core.begin(sequence_id, num_computed_tokens=0)
+    core.sequences.begin(sequence_id, num_computed_tokens=0)

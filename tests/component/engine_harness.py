@@ -77,8 +77,8 @@ def prompt_of(length: int, kind: int = 0) -> list[int]:
 
 
 def begin(core: EngineCore, asked: Generation, **more: object) -> None:
-    assert core.reserve(asked, asked.request_id, whole_prompt=True) is not None
-    core.begin(asked.request_id, num_computed_tokens=0, **more)  # type: ignore[arg-type]
+    assert core.sequences.reserve(asked, asked.request_id, whole_prompt=True) is not None
+    core.sequences.begin(asked.request_id, num_computed_tokens=0, **more)  # type: ignore[arg-type]
 
 
 def drain(
@@ -134,22 +134,22 @@ def dense(model: Model, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def check_baseline(core: EngineCore) -> None:
-    ledger = core.ledger
-    assert ledger.allocator.num_used == 0
-    assert not ledger.sequences
-    assert not ledger.by_age
-    assert ledger.rows.num_taken == 0
+    table = core.sequences
+    assert table.allocator.num_used == 0
+    assert not table.by_id
+    assert not table.by_age
+    assert table.rows.num_taken == 0
     assert core.budget.out_bytes == 0
 
 
 def check_books(core: EngineCore) -> None:
     """Blocks, rows and ages fit the sequences that live."""
-    ledger = core.ledger
-    sequences = ledger.sequences.values()
-    assert ledger.allocator.num_used == len({block for one in sequences for block in one.blocks})
+    table = core.sequences
+    sequences = table.by_id.values()
+    assert table.allocator.num_used == len({block for one in sequences for block in one.blocks})
     num_begun = sum(one.is_begun for one in sequences)
-    assert ledger.rows.num_taken == len(ledger.by_age) == num_begun
-    assert [one.arrival for one in ledger.by_age] == sorted(one.arrival for one in ledger.by_age)
+    assert table.rows.num_taken == len(table.by_age) == num_begun
+    assert [one.arrival for one in table.by_age] == sorted(one.arrival for one in table.by_age)
 
 
 class Listener:

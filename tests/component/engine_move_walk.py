@@ -80,8 +80,8 @@ class Walk:
     def arrive(self, kind: int, hand_over: bool) -> None:
         name = f"s{len(self.kinds)}"
         one = asked(name, kind)
-        if self.mesh.home.reserve(one, name, whole_prompt=False) is not None:
-            self.mesh.home.begin(name, num_computed_tokens=0, hand_over=hand_over)
+        if self.mesh.home.sequences.reserve(one, name, whole_prompt=False) is not None:
+            self.mesh.home.sequences.begin(name, num_computed_tokens=0, hand_over=hand_over)
             self.kinds[name] = kind
             if hand_over:
                 self.handed.add(name)
@@ -91,10 +91,10 @@ class Walk:
             self.arrive(kind, hand_over=False)
 
     def abort(self, index: int) -> None:
-        live = [name for name in self.kinds if name in self.mesh.home.ledger.sequences]
+        live = [name for name in self.kinds if name in self.mesh.home.sequences.by_id]
         if live:
             name = live[index % len(live)]
-            self.mesh.home.abort(name)
+            self.mesh.home.sequences.abort(name)
             self.aborted.add(name)
 
     def away(self, module: Module, worker: str, with_weights: bool) -> None:
@@ -126,31 +126,31 @@ class Walk:
             return
         except (HostLost, EngineError):
             ends = True
-            self.mesh.home.move(lambda moves: moves.cancel(self.under_way))
+            self.mesh.home.migrator.cancel(self.under_way)
         if ends:
             self.under_way = ""
         self.close_what_is_home()
 
     def copy(self) -> None:
-        self.go_on(lambda move_id: self.mesh.home.move(lambda moves: moves.copy_some(move_id, 20_000)))
+        self.go_on(lambda move_id: self.mesh.home.migrator.copy_some(move_id, 20_000))
 
     def switch(self) -> None:
         self.go_on(self.mesh.switch, ends=True)
 
     def cancel(self) -> None:
-        self.go_on(lambda move_id: self.mesh.home.move(lambda moves: moves.cancel(move_id)), ends=True)
+        self.go_on(lambda move_id: self.mesh.home.migrator.cancel(move_id), ends=True)
 
     def break_(self, worker: str, num_calls: int) -> None:
         self.mesh.fuses.setdefault(worker, num_calls)  # one that missed calls cannot come back
 
     def lose(self, worker: str) -> None:
-        self.mesh.home.lose_host(worker, "its lease ended")
+        self.mesh.home.migrator.lose_host(worker, "its lease ended")
         self.close_what_is_home()
 
     def close_what_is_home(self) -> None:
         """As the worker does: what is not placed, and is not about to be, is closed at the host."""
         home = self.mesh.home
-        if self.under_way and not home.moves.is_under_way:
+        if self.under_way and not home.migrator.is_under_way:
             self.under_way = ""
         kept = {one.move_id for one in home.placement.placed} | {self.under_way}
         for worker, host in self.mesh.hosts.items():

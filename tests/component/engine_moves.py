@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+from memory_host import MemoryHost, synchronous_host
 from random_model import random_model
 
 from libs.engine.core import EngineCore
 from libs.engine.hosting.calls import HostedCall
-from libs.engine.hosting.memory_host import MemoryHost, synchronous_host
 from libs.engine.hosting.port import Answer, Host, HostLost
 from libs.engine.outputs import StepOutput, Switched
 from libs.engine.settings import EngineSettings
@@ -125,7 +125,7 @@ class Mesh:
         """Opens the module at the host and says what is there."""
         host = self.hosts.setdefault(worker, core_of(self.home.model, worker, num_blocks=400))
         placed = Placed(move_id=move_id, module=module, worker=worker, has_weights_at_home=not with_weights)
-        wanted = lent if module.kind is ModuleKind.TOKENS else self.home.moves.home_blocks_with(placed)
+        wanted = lent if module.kind is ModuleKind.TOKENS else self.home.migrator.layout.capacity_with(placed)
         model = self.home.model
         layers = {layer: model.layer(layer) for layer in module.layers} if with_weights else None
         granted = host.hosted.open(
@@ -142,7 +142,7 @@ class Mesh:
     def begin(self, module: Module, move_id: str, worker: str = "host", **how: object) -> int:
         placed = self.place(module, move_id, worker, **how)  # type: ignore[arg-type]  # as `place` names them
         after = None if placed.has_weights_at_home else self.home.model.without_layers(module.layers)
-        return self.home.move(lambda moves: moves.begin(placed, self.host(worker), after))
+        return self.home.migrator.begin(placed, self.host(worker), after)
 
     def host(self, worker: str) -> Host:
         """The way to it."""
@@ -159,20 +159,20 @@ class Mesh:
         if placed is not None and not placed.has_weights_at_home:
             layers = self.home.model.reload_layers(placed.module.layers)
             after = self.home.model.with_layers(layers)
-        return self.home.move(lambda moves: moves.begin_return(move_id, after))
+        return self.home.migrator.begin_return(move_id, after)
 
     def switch(self, move_id: str) -> Switched:
-        return self.home.move(lambda moves: moves.switch(move_id))
+        return self.home.migrator.switch(move_id)
 
     def away(self, module: Module, move_id: str, worker: str = "host", **how: object) -> Switched:
         """Moves at once, in one gap between two steps."""
         self.begin(module, move_id, worker, **how)
-        self.home.move(lambda moves: moves.copy_some(move_id, MANY))
+        self.home.migrator.copy_some(move_id, MANY)
         return self.switch(move_id)
 
     def back(self, move_id: str) -> Switched:
         self.begin_return(move_id)
-        self.home.move(lambda moves: moves.copy_some(move_id, MANY))
+        self.home.migrator.copy_some(move_id, MANY)
         worker = next(one.worker for one in self.home.placement.placed if one.move_id == move_id)
         switched = self.switch(move_id)
         self.hosts[worker].hosted.close("home", move_id)
@@ -180,8 +180,8 @@ class Mesh:
 
 
 def begin(core: EngineCore, asked: Generation, **more: object) -> None:
-    assert core.reserve(asked, asked.request_id, whole_prompt=False) is not None
-    core.begin(asked.request_id, num_computed_tokens=0, **more)  # type: ignore[arg-type]
+    assert core.sequences.reserve(asked, asked.request_id, whole_prompt=False) is not None
+    core.sequences.begin(asked.request_id, num_computed_tokens=0, **more)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -213,8 +213,8 @@ def drain(
 
 
 def check_baseline(core: EngineCore) -> None:
-    ledger = core.ledger
-    assert ledger.allocator.num_used == 0
-    assert not ledger.sequences
-    assert not ledger.by_age
-    assert ledger.rows.num_taken == 0
+    table = core.sequences
+    assert table.allocator.num_used == 0
+    assert not table.by_id
+    assert not table.by_age
+    assert table.rows.num_taken == 0

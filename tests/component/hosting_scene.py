@@ -55,18 +55,18 @@ MODELS = {
 
 
 @dataclass
-class Owner:
+class OwnBlocks:
     """The host's own sequences, as far as hosting sees them: blocks that are held."""
 
     pool: Pool
     held: set[int] = field(default_factory=set[int])
-    min_blocks: int = 4
+    min_free: int = 4
 
-    def least_blocks(self) -> int:
-        return max(self.min_blocks, len(self.held))
+    def min_blocks(self) -> int:
+        return max(self.min_free, len(self.held))
 
     def resize(self, num_blocks: int | None) -> None:
-        if num_blocks is not None and num_blocks < self.least_blocks():
+        if num_blocks is not None and num_blocks < self.min_blocks():
             raise NoRoom(f"{num_blocks} blocks are too few")
         told = self.pool.relayout(self.pool.layout, self.held, num_blocks=num_blocks)
         self.held = {told.moved.get(block, block) for block in self.held}
@@ -86,9 +86,14 @@ class HostScene:
     def __init__(self, model: Model, num_blocks: int = 200) -> None:
         self.model = model
         self.pool = Pool(layout_of(model, all_slots(model)), num_blocks, CPU)
-        self.owner = Owner(self.pool)
+        self.own = OwnBlocks(self.pool)
         self.modules = HostedModules(
-            model, self.pool, self.owner, lambda kv: fitting_attention(model, kv), worker="the-host"
+            model,
+            self.pool,
+            lambda kv: fitting_attention(model, kv),
+            min_own_blocks=self.own.min_blocks,
+            resize_own=self.own.resize,
+            worker="the-host",
         )
 
     def ask(self, call: HostedCall, guest: str = "home") -> torch.Tensor:

@@ -88,12 +88,12 @@ class EnginesMachine(RuleBasedStateMachine):
         name = f"r{self.num_arrived}"
         self.num_arrived += 1
         asked = generation(name, length, kind, temperature, max_tokens)
-        free = self.decode.ledger.allocator.num_free
-        if self.decode.reserve(asked, name, whole_prompt=True) is None:
-            assert self.decode.ledger.allocator.num_free == free
+        free = self.decode.sequences.allocator.num_free
+        if self.decode.sequences.reserve(asked, name, whole_prompt=True) is None:
+            assert self.decode.sequences.allocator.num_free == free
             return
-        if not is_local and self.prefill.reserve(asked, name, whole_prompt=False) is None:
-            self.decode.abort(name)
+        if not is_local and self.prefill.sequences.reserve(asked, name, whole_prompt=False) is None:
+            self.decode.sequences.abort(name)
             return
         shape = (length, kind, temperature, max_tokens)
         self.requests[name] = Request(name, shape, asked, is_local=is_local)
@@ -104,9 +104,9 @@ class EnginesMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from([one for one in self.live() if not one.is_begun]))
         request.is_begun = True
         if request.is_local:
-            self.decode.begin(request.name, num_computed_tokens=0)
+            self.decode.sequences.begin(request.name, num_computed_tokens=0)
         else:
-            self.prefill.begin(request.name, num_computed_tokens=0, hand_over=True)
+            self.prefill.sequences.begin(request.name, num_computed_tokens=0, hand_over=True)
 
     @rule()
     def step_prefill(self) -> None:
@@ -135,7 +135,7 @@ class EnginesMachine(RuleBasedStateMachine):
         output = self.outputs.pop(data.draw(st.integers(0, len(self.outputs) - 1)))
         is_wanted = not self.requests[output.sequence_id].is_over
         assert (
-            self.decode.write_blocks(output.sequence_id, output.layer, output.first_block, output.blocks)
+            self.decode.incoming.write(output.sequence_id, output.layer, output.first_block, output.blocks)
             == is_wanted
         )
         self.prefill.budget.release(output)
@@ -149,7 +149,7 @@ class EnginesMachine(RuleBasedStateMachine):
     def adopt(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.adoptable()))
         assert request.first is not None
-        assert self.decode.adopt(request.name, request.first) is None
+        assert self.decode.sequences.start_decode(request.name, request.first) is None
         request.tokens.append(request.first)
         self.check_end(request)
 
@@ -158,8 +158,8 @@ class EnginesMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.live()))
         request.is_over = True
-        self.prefill.abort(request.name)
-        self.decode.abort(request.name)
+        self.prefill.sequences.abort(request.name)
+        self.decode.sequences.abort(request.name)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), act=st.sampled_from(["begin", "adopt", "write"]))
@@ -167,19 +167,21 @@ class EnginesMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(list(self.requests.values())))
         if not request.is_over and not (request.is_local and request.is_begun) and not request.tokens:
             return
-        used = self.decode.ledger.allocator.num_used
+        used = self.decode.sequences.allocator.num_used
         if act == "write":
-            assert not self.decode.write_blocks(request.name, 0, 0, torch.zeros(1, *BLOCK_SHAPE))
+            assert not self.decode.incoming.write(request.name, 0, 0, torch.zeros(1, *BLOCK_SHAPE))
         else:
             with pytest.raises(UnknownSequence if request.is_over else WrongState):
                 self.ask(act, request)
-        assert self.decode.ledger.allocator.num_used == used
+        assert self.decode.sequences.allocator.num_used == used
 
     def ask(self, act: str, request: Request) -> None:
         if act == "begin":
-            self.decode.begin(request.name, num_computed_tokens=0)
+            self.decode.sequences.begin(request.name, num_computed_tokens=0)
         else:
-            self.decode.adopt(request.name, TokenOutput(request.name, len(request.tokens), 1))
+            self.decode.sequences.start_decode(
+                request.name, TokenOutput(request.name, len(request.tokens), 1)
+            )
 
     def check_end(self, request: Request) -> None:
         ids = [token.token_id for token in request.tokens]
@@ -193,7 +195,7 @@ class EnginesMachine(RuleBasedStateMachine):
     def blocks_in_use_are_those_of_live_sequences(self) -> None:
         for core in (self.prefill, self.decode):
             check_books(core)
-        assert set(self.decode.ledger.sequences) == {request.name for request in self.live()}
+        assert set(self.decode.sequences.by_id) == {request.name for request in self.live()}
         assert sum(output.blocks.nbytes for output in self.outputs) == self.prefill.budget.out_bytes
 
     def teardown(self) -> None:
@@ -202,18 +204,20 @@ class EnginesMachine(RuleBasedStateMachine):
             if not request.is_begun:
                 request.is_begun = True
                 core = self.decode if request.is_local else self.prefill
-                core.begin(request.name, num_computed_tokens=0, hand_over=not request.is_local)
+                core.sequences.begin(request.name, num_computed_tokens=0, hand_over=not request.is_local)
         for _ in range(3000):
             if not self.live():
                 break
             self.step_prefill()
             while self.outputs:
                 output = self.outputs.pop()
-                self.decode.write_blocks(output.sequence_id, output.layer, output.first_block, output.blocks)
+                self.decode.incoming.write(
+                    output.sequence_id, output.layer, output.first_block, output.blocks
+                )
                 self.prefill.budget.release(output)
             for request in self.adoptable():
                 assert request.first is not None
-                self.decode.adopt(request.name, request.first)
+                self.decode.sequences.start_decode(request.name, request.first)
                 request.tokens.append(request.first)
                 self.check_end(request)
             self.step_decode()

@@ -85,8 +85,11 @@ def test_preempted_sequences_lose_and_repeat_nothing(model: Model, data: st.Data
     told: dict[str, list[TokenOutput]] = {}
     waiting = list(asked)
     while waiting:
-        if core.reserve(waiting[0], waiting[0].request_id, whole_prompt=data.draw(st.booleans())) is not None:
-            core.begin(waiting.pop(0).request_id, num_computed_tokens=0)
+        if (
+            core.sequences.reserve(waiting[0], waiting[0].request_id, whole_prompt=data.draw(st.booleans()))
+            is not None
+        ):
+            core.sequences.begin(waiting.pop(0).request_id, num_computed_tokens=0)
         for token in core.step().tokens:
             told.setdefault(token.sequence_id, []).append(token)
     for name, tokens in drain(core).items():
@@ -148,10 +151,10 @@ def test_a_known_prefix_is_found_and_not_computed_again(model: Model) -> None:
     core = engine(model)
     begin(core, generation(prompt_of(18), "first"))
     first = drain(core)["first"]
-    held = core.reserve(generation(prompt_of(18), "second"), "second", whole_prompt=True)
+    held = core.sequences.reserve(generation(prompt_of(18), "second"), "second", whole_prompt=True)
     assert held is not None
     assert held.num_cached_blocks == 4
-    core.begin("second", num_computed_tokens=0)
+    core.sequences.begin("second", num_computed_tokens=0)
     second = drain(core)["second"]
     assert ids(second) == ids(first)
     assert (first[0].num_cached_tokens, second[0].num_cached_tokens, second[1].num_cached_tokens) == (
@@ -160,17 +163,17 @@ def test_a_known_prefix_is_found_and_not_computed_again(model: Model) -> None:
         0,
     )
     longer = generation(prompt_of(18) + ids(first)[:6], "third")
-    held = core.reserve(longer, "third", whole_prompt=True)
+    held = core.sequences.reserve(longer, "third", whole_prompt=True)
     assert held is not None
     assert held.num_cached_blocks == 5, "output blocks are found too"
-    core.abort("third")
+    core.sequences.abort("third")
     salted = Generation(
         "salt", pack_token_ids(prompt_of(18)), 18, SamplingParams(), "g", math.inf, cache_salt="x"
     )
-    held = core.reserve(salted, "salt", whole_prompt=True)
+    held = core.sequences.reserve(salted, "salt", whole_prompt=True)
     assert held is not None
     assert held.num_cached_blocks == 0, "another tenant finds nothing"
-    core.abort("salt")
+    core.sequences.abort("salt")
     check_baseline(core)
 
 

@@ -33,17 +33,17 @@ def hand_over(
     prefill: EngineCore, decode: EngineCore, outputs: list[LayerOutput], asked: Generation
 ) -> list[TokenOutput]:
     """Prefill here, decode there; the tokens in order."""
-    assert decode.reserve(asked, asked.request_id, whole_prompt=True) is not None
-    assert prefill.reserve(asked, asked.request_id, whole_prompt=False) is not None
-    prefill.begin(asked.request_id, num_computed_tokens=0, hand_over=True)
+    assert decode.sequences.reserve(asked, asked.request_id, whole_prompt=True) is not None
+    assert prefill.sequences.reserve(asked, asked.request_id, whole_prompt=False) is not None
+    prefill.sequences.begin(asked.request_id, num_computed_tokens=0, hand_over=True)
     first: list[TokenOutput] = []
     while not first:
         first = prefill.step().prompts_done
         while outputs:
             output = outputs.pop(0)
-            assert decode.write_blocks(output.sequence_id, output.layer, output.first_block, output.blocks)
+            assert decode.incoming.write(output.sequence_id, output.layer, output.first_block, output.blocks)
             prefill.budget.release(output)
-    assert decode.adopt(asked.request_id, first[0]) is None
+    assert decode.sequences.start_decode(asked.request_id, first[0]) is None
     return first + drain(decode).get(asked.request_id, [])
 
 
@@ -88,11 +88,11 @@ def test_a_chunk_that_fills_no_block_and_is_found_whole_hands_over_nothing_yet(m
     calls: list[list[LayerOutput]] = []
     core = engine(model, on_layers=calls.append, max_num_batched_tokens=SIZE - 1)
     late = generation(prompt_of(30), "late")
-    assert core.reserve(late, "late", whole_prompt=True) is not None
+    assert core.sequences.reserve(late, "late", whole_prompt=True) is not None
     begin(core, generation(prompt_of(30), "early"), hand_over=True)
     drain(core)
     calls.clear()
-    core.begin("late", num_computed_tokens=0, hand_over=True)
+    core.sequences.begin("late", num_computed_tokens=0, hand_over=True)
     (told,) = drain(core)["late"]
     assert told.num_cached_tokens == 28
     assert all(calls)
@@ -113,10 +113,10 @@ def test_kv_found_elsewhere_is_written_and_only_the_rest_computed(model: Model) 
     begin(source, generation(prompt_of(22), "s"), hand_over=True)
     drain(source)
     core, asked = engine(model), generation(prompt_of(22))
-    assert core.reserve(asked, "r", whole_prompt=True) is not None
+    assert core.sequences.reserve(asked, "r", whole_prompt=True) is not None
     for output in outputs:
-        assert core.write_blocks("r", output.layer, output.first_block, output.blocks[:3])
-    core.begin("r", num_computed_tokens=12)
+        assert core.incoming.write("r", output.layer, output.first_block, output.blocks[:3])
+    core.sequences.begin("r", num_computed_tokens=12)
     told = drain(core)["r"]
     assert ids(told) == alone(model, asked)
     assert told[0].num_cached_tokens == 12
@@ -134,7 +134,7 @@ def test_blocks_that_others_share_are_never_written(model: Model) -> None:
     begin(core, generation(prompt_of(18), "first"))
     drain(core)
     before = core.read_blocks(core_names(model, prompt_of(18)))
-    assert core.reserve(generation(prompt_of(18), "r"), "r", whole_prompt=True) is not None
+    assert core.sequences.reserve(generation(prompt_of(18), "r"), "r", whole_prompt=True) is not None
     garbage = torch.full((5, 2, 2, SIZE, 16), 9.0)
-    assert core.write_blocks("r", 0, 0, garbage)
+    assert core.incoming.write("r", 0, 0, garbage)
     assert torch.equal(core.read_blocks(core_names(model, prompt_of(18))), before)

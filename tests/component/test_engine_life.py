@@ -22,7 +22,7 @@ from engine_harness import reserve_and_begin as begin
 from kernels.paged_attention.reference import ReferenceAttention
 from libs.engine.engine import Engine, EngineSettings, TokenOutput
 from libs.engine.errors import EngineClosed, EngineDied, PromptTooLong, UnknownSequence
-from libs.engine.scheduling.sequence_table import Ledger
+from libs.engine.scheduling.sequence_table import SequenceTable
 from libs.kv.names import block_names
 from libs.model.model import Model
 from libs.request.generation import Generation
@@ -70,7 +70,7 @@ async def test_a_prompt_handed_to_another_engine_gives_the_same_tokens(model: Mo
             prefill.release_layer(output)
             prefill.release_layer(output)
         assert prefill.num_free_blocks == 120
-        await decode.adopt("r", here.prompts[0])
+        await decode.start_decode("r", here.prompts[0])
         await there.until(lambda: len(there.ids("r")) == 7)
         assert [here.prompts[0].token_id, *there.ids("r")] == alone.ids("r")
         assert decode.num_free_blocks == 120
@@ -211,10 +211,10 @@ async def test_a_thread_that_dies_fails_everything_and_says_so(
         await asyncio.to_thread(attention.arrived.wait)
         watching = asyncio.ensure_future(engine.watch())
 
-        def broken(ledger: Ledger, now: float) -> None:
+        def broken(sequences: SequenceTable, now: float) -> None:
             raise RuntimeError("cannot go on")
 
-        monkeypatch.setattr(Ledger, "expire", broken)
+        monkeypatch.setattr(SequenceTable, "expire", broken)
         attention.gate.set()
         with pytest.raises(EngineDied, match="cannot go on"):
             async with asyncio.timeout(WAIT_SECONDS):

@@ -51,8 +51,8 @@ def kv(model: Model) -> torch.Tensor:
 
 
 def begin_loading(core: EngineCore, *, name: str = "r", **more: object) -> None:
-    assert core.reserve(generation(prompt_of(30), name), name, whole_prompt=True) is not None
-    core.begin(name, num_computed_tokens=NUM_AWAITED * SIZE, awaits_kv=True, **more)  # type: ignore[arg-type]
+    assert core.sequences.reserve(generation(prompt_of(30), name), name, whole_prompt=True) is not None
+    core.sequences.begin(name, num_computed_tokens=NUM_AWAITED * SIZE, awaits_kv=True, **more)  # type: ignore[arg-type]
 
 
 def test_a_layer_is_computed_when_it_is_whole_and_the_engine_rests_in_between(
@@ -61,16 +61,16 @@ def test_a_layer_is_computed_when_it_is_whole_and_the_engine_rests_in_between(
     core = engine(model)
     begin_loading(core)
     assert core.step().is_idle
-    assert core.write_blocks("r", 0, 2, kv[0, 2:6])
+    assert core.incoming.write("r", 0, 2, kv[0, 2:6])
     assert core.step().is_idle
-    assert core.write_blocks("r", 0, 0, kv[0, :2])
+    assert core.incoming.write("r", 0, 0, kv[0, :2])
     assert not core.step().is_idle
     assert core.step().is_idle
-    assert not core.ledger.allocator.names()
-    assert core.write_blocks("r", 1, 0, kv[1, :6])
+    assert not core.sequences.allocator.names()
+    assert core.incoming.write("r", 1, 0, kv[1, :6])
     step = core.step()
     assert step.stored == block_names(prompt_of(30), SIZE, model.fingerprint, "")
-    assert not core.write_blocks("r", 1, 0, kv[1, :6]), "nothing is awaited any more"
+    assert not core.incoming.write("r", 1, 0, kv[1, :6]), "nothing is awaited any more"
     told = step.tokens + drain(core)["r"]
     assert ids(told) == alone(model, generation(prompt_of(30)))
     assert told[0].num_cached_tokens == NUM_AWAITED * SIZE
@@ -79,21 +79,21 @@ def test_a_layer_is_computed_when_it_is_whole_and_the_engine_rests_in_between(
 
 def test_kv_that_is_there_at_once_needs_no_step_of_its_own(model: Model, kv: torch.Tensor) -> None:
     core = engine(model)
-    assert core.reserve(generation(prompt_of(30)), "r", whole_prompt=True) is not None
+    assert core.sequences.reserve(generation(prompt_of(30)), "r", whole_prompt=True) is not None
     for layer in (1, 0):
-        assert core.write_blocks("r", layer, 0, kv[layer, :NUM_AWAITED])
-    core.begin("r", num_computed_tokens=NUM_AWAITED * SIZE, awaits_kv=True)
-    assert len(core.ledger.allocator.names()) == NUM_AWAITED
+        assert core.incoming.write("r", layer, 0, kv[layer, :NUM_AWAITED])
+    core.sequences.begin("r", num_computed_tokens=NUM_AWAITED * SIZE, awaits_kv=True)
+    assert len(core.sequences.allocator.names()) == NUM_AWAITED
     begin(core, generation(prompt_of(5, 1), "other"))
     assert len(core.step().tokens) == 2
 
 
 def test_a_prompt_that_is_held_whole_computes_its_last_token_alone(model: Model) -> None:
     core, whole = engine(model), kv_of(model, prompt_of(24))
-    assert core.reserve(generation(prompt_of(24)), "r", whole_prompt=True) is not None
-    core.begin("r", num_computed_tokens=24, awaits_kv=True)
+    assert core.sequences.reserve(generation(prompt_of(24)), "r", whole_prompt=True) is not None
+    core.sequences.begin("r", num_computed_tokens=24, awaits_kv=True)
     for layer in (0, 1):
-        assert core.write_blocks("r", layer, 0, whole[layer])
+        assert core.incoming.write("r", layer, 0, whole[layer])
         step = core.step()
     assert (step.num_tokens, step.tokens[0].num_cached_tokens) == (1, 23)
     assert ids(step.tokens + drain(core)["r"]) == alone(model, generation(prompt_of(24)))
@@ -106,14 +106,14 @@ def test_others_run_while_one_waits_and_take_turns_with_it(model: Model, kv: tor
     assert ids(core.step().tokens) == alone(model, generation(prompt_of(9, 1)))[:1]
     for _ in range(3):
         assert [token.sequence_id for token in core.step().tokens] == ["old"]
-    core.write_blocks("r", 0, 0, kv[0, :NUM_AWAITED])
+    core.incoming.write("r", 0, 0, kv[0, :NUM_AWAITED])
     steps = [[token.sequence_id for token in core.step().tokens] for _ in range(3)]
     assert steps == [[], ["old"], ["old"]]
-    core.write_blocks("r", 1, 0, kv[1, :NUM_AWAITED])
+    core.incoming.write("r", 1, 0, kv[1, :NUM_AWAITED])
     steps = [[token.sequence_id for token in core.step().tokens] for _ in range(3)]
     assert steps == [["r"], ["old", "r"], ["old", "r"]]
     begin_loading(core, name="late")
-    assert not core.ledger.sequences["late"].is_loading, "found by name meanwhile"
+    assert not core.sequences.by_id["late"].is_loading, "found by name meanwhile"
 
 
 def test_only_awaited_blocks_are_taken_and_a_begun_sequence_begins_once(
@@ -122,13 +122,13 @@ def test_only_awaited_blocks_are_taken_and_a_begun_sequence_begins_once(
     core = engine(model)
     begin_loading(core)
     with pytest.raises(BadBlocks, match="takes 6 blocks"):
-        core.write_blocks("r", 0, 6, kv[0, 6:7])
+        core.incoming.write("r", 0, 6, kv[0, 6:7])
     with pytest.raises(WrongState):
-        core.begin("r", num_computed_tokens=0)
-    core.write_blocks("r", 0, 0, kv[0, :NUM_AWAITED])
-    core.write_blocks("r", 0, 0, torch.full_like(kv[0, :NUM_AWAITED], 9.0))  # a second time: not taken
+        core.sequences.begin("r", num_computed_tokens=0)
+    core.incoming.write("r", 0, 0, kv[0, :NUM_AWAITED])
+    core.incoming.write("r", 0, 0, torch.full_like(kv[0, :NUM_AWAITED], 9.0))  # a second time: not taken
     core.step()
-    core.write_blocks("r", 1, 0, kv[1, :NUM_AWAITED])
+    core.incoming.write("r", 1, 0, kv[1, :NUM_AWAITED])
     assert ids(drain(core)["r"]) == alone(model, generation(prompt_of(30)))
 
 
@@ -138,18 +138,18 @@ def test_what_had_come_whole_is_found_when_it_is_begun_anew(
 ) -> None:
     core = engine(model)
     begin_loading(core)
-    core.write_blocks("r", 0, 0, kv[0, :NUM_AWAITED])
+    core.incoming.write("r", 0, 0, kv[0, :NUM_AWAITED])
     if has_stepped:
         core.step()
-    core.write_blocks("r", 1, 0, kv[1, :3])
-    core.write_blocks("r", 1, 4, kv[1, 4:5])  # of no use without the one before
-    core.abort("r")
+    core.incoming.write("r", 1, 0, kv[1, :3])
+    core.incoming.write("r", 1, 4, kv[1, 4:5])  # of no use without the one before
+    core.sequences.abort("r")
     assert core.step().stored == block_names(prompt_of(30), SIZE, model.fingerprint, "")[:3]
     check_baseline(core)
-    reservation = core.reserve(generation(prompt_of(30)), "r", whole_prompt=True)
+    reservation = core.sequences.reserve(generation(prompt_of(30)), "r", whole_prompt=True)
     assert reservation is not None
     assert reservation.num_cached_blocks == 3
-    core.begin("r", num_computed_tokens=3 * SIZE)
+    core.sequences.begin("r", num_computed_tokens=3 * SIZE)
     told = drain(core)["r"]
     assert ids(told) == alone(model, generation(prompt_of(30)))
     assert told[0].num_cached_tokens == 3 * SIZE
@@ -166,7 +166,7 @@ def test_an_error_in_a_step_of_its_own_fails_it_alone(model: Model, kv: torch.Te
     begin(core, generation(prompt_of(9, 1), "other"))
     begin_loading(core)
     core.step()
-    core.write_blocks("r", 0, 0, kv[0, :NUM_AWAITED])
+    core.incoming.write("r", 0, 0, kv[0, :NUM_AWAITED])
     failed = [*core.step().failed, *core.step().failed]
     assert [(one.sequence_id, one.reason) for one in failed] == [("r", FailureReason.INTERNAL)]
     assert len(drain(core)["other"]) >= 9
@@ -178,7 +178,7 @@ def test_preempted_while_loading_it_is_computed_and_says_so(model: Model, kv: to
     begin(core, generation(prompt_of(9, 1), "old", max_tokens=30))
     core.step()
     begin_loading(core)
-    core.write_blocks("r", 0, 0, kv[0, :NUM_AWAITED])
+    core.incoming.write("r", 0, 0, kv[0, :NUM_AWAITED])
     told = drain(core)
     assert told["r"][0].num_cached_tokens == 0
     assert ids(told["r"]) == alone(model, generation(prompt_of(30)))
@@ -197,9 +197,9 @@ def test_costs_are_learned_and_tell_how_long_the_queue_is(model: Model, kv: torc
     learned = core.load().prefill_cost
     assert learned is not None
     assert core.load().queued_seconds == pytest.approx(prefill_seconds(learned, 6, 24))
-    core.write_blocks("r", 0, 0, kv[0, :NUM_AWAITED])
+    core.incoming.write("r", 0, 0, kv[0, :NUM_AWAITED])
     core.step()
-    core.write_blocks("r", 1, 0, kv[1, :NUM_AWAITED])
+    core.incoming.write("r", 1, 0, kv[1, :NUM_AWAITED])
     drain(core)
     assert core.load().prefill_cost != learned
     assert core.load().queued_seconds == 0.0
@@ -217,13 +217,13 @@ def test_smollm2_gives_the_same_tokens_whatever_order_its_kv_comes_in() -> None:
     num_awaited = len(prompt) * 3 // 4 // 16
     kv = cold.read_blocks(block_names(prompt, 16, model.fingerprint, ""))
     core = engine(model, **sizes)
-    assert core.reserve(generation(prompt, max_tokens=8), "r", whole_prompt=True) is not None
-    core.begin("r", num_computed_tokens=num_awaited * 16, awaits_kv=True)
+    assert core.sequences.reserve(generation(prompt, max_tokens=8), "r", whole_prompt=True) is not None
+    core.sequences.begin("r", num_computed_tokens=num_awaited * 16, awaits_kv=True)
     pieces = [(layer, block) for layer in range(model.config.num_layers) for block in range(num_awaited)]
     Random(5).shuffle(pieces)
     num_tokens = 0
     for layer, block in pieces:
-        assert core.write_blocks("r", layer, block, kv[block : block + 1, layer])
+        assert core.incoming.write("r", layer, block, kv[block : block + 1, layer])
         num_tokens += len(core.step().tokens)
     assert not num_tokens - 1, "the first token came with the last block"
     assert expected[1:] == ids(drain(core)["r"])

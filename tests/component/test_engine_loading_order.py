@@ -106,7 +106,7 @@ class World:
             if not self.live():
                 break
             if self.step() and self.live() and not self.outputs:
-                assert any(one.is_loading for one in self.core.ledger.by_age), "waits for nothing"
+                assert any(one.is_loading for one in self.core.sequences.by_age), "waits for nothing"
                 self.now = min(request.deadline for request in self.live())
             self.release()
             self.check()
@@ -118,7 +118,7 @@ class World:
 
     def check(self) -> None:
         check_books(self.core)
-        assert set(self.core.ledger.sequences) == {request.name for request in self.live()}
+        assert set(self.core.sequences.by_id) == {request.name for request in self.live()}
         for kind in range(KINDS):
             found = self.core.read_blocks(true_names(kind)).transpose(0, 1)
             whole = true_kv(LONGEST, kind)[:, : found.shape[1]]
@@ -140,7 +140,7 @@ class World:
         prompt = prompt_of(request.length, request.kind)
         asked = asking(prompt, request.name, deadline=request.deadline, max_tokens=MAX_TOKENS)
         is_whole = self.random.random() < 0.5
-        held = self.core.reserve(asked, request.name, whole_prompt=is_whole)
+        held = self.core.sequences.reserve(asked, request.name, whole_prompt=is_whole)
         if held is None:
             return False
         num_awaited = max(0, min(num_awaited, held.num_blocks))
@@ -156,7 +156,7 @@ class World:
             self.random.shuffle(request.unwritten)
         for _ in range(self.random.randint(0, len(request.unwritten)) // 3):
             assert self.write_next(request)
-        self.core.begin(
+        self.core.sequences.begin(
             request.name, num_computed_tokens=num_awaited * SIZE, hand_over=request.hand_over, awaits_kv=True
         )
         return True
@@ -164,14 +164,14 @@ class World:
     def write_next(self, request: Request) -> bool:
         layer, first, end = request.unwritten.pop(0)
         kv = true_kv(request.length, request.kind)
-        return self.core.write_blocks(request.name, layer, first, kv[layer, first:end])
+        return self.core.incoming.write(request.name, layer, first, kv[layer, first:end])
 
     def write(self) -> None:
         loading = [request for request in self.live() if request.unwritten]
         if loading:
             request = self.random.choice(loading)
             for _ in range(min(self.random.randint(1, 4), len(request.unwritten))):
-                is_awaited = self.core.ledger.sequences[request.name].is_loading
+                is_awaited = self.core.sequences.by_id[request.name].is_loading
                 assert self.write_next(request) == is_awaited
 
     def abort(self) -> None:
@@ -179,8 +179,8 @@ class World:
         if not self.live():
             return
         request = self.random.choice(self.live())
-        self.core.abort(request.name)
-        assert not self.core.write_blocks(request.name, 0, 0, true_kv(4, 0)[0, :1])
+        self.core.sequences.abort(request.name)
+        assert not self.core.incoming.write(request.name, 0, 0, true_kv(4, 0)[0, :1])
         self.outputs = [output for output in self.outputs if not self.is_of(output, request)]
         request.unwritten = []
         request.is_over = True
@@ -226,7 +226,7 @@ class World:
         assert not self.held_names.intersection(step.stored)
         assert self.held_names.issuperset(step.removed)
         self.held_names = (self.held_names | set(step.stored)) - set(step.removed)
-        assert self.held_names == set(self.core.ledger.allocator.names())
+        assert self.held_names == set(self.core.sequences.allocator.names())
         return step.is_idle
 
     def take(self, request: Request, token: TokenOutput) -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from engine_harness import WAIT_SECONDS, Listener
 from engine_moves import SIZE, core_of, generation, model_of, prompt_of
+from memory_host import synchronous_host
 
 from kernels.paged_attention.contract import AttentionBatch
 from kernels.paged_attention.reference import ReferenceAttention
 from libs.engine import thread
 from libs.engine.engine import Engine, EngineSettings
-from libs.engine.hosting.memory_host import synchronous_host
 from libs.engine.hosting.port import Host
 from libs.placement.module import heads_of
 from libs.placement.placement import Placed
@@ -66,12 +66,12 @@ class Scene:
     async def begin(self) -> int:
         module = heads_of(0, 4, (1,))
         placed = Placed(move_id="m", module=module, worker="host")
-        wanted = await self.engine.moving.capacity_with(placed)
+        wanted = await self.engine.migrations.capacity_with(placed)
         granted = self.host_core.hosted.open(
             "home", "m", module, num_blocks_wanted=wanted, num_blocks_least=1, layers=None
         )
         placed = Placed(move_id="m", module=module, worker="host", num_blocks=granted)
-        return await self.engine.moving.begin_move(placed, self.host)
+        return await self.engine.migrations.begin_move(placed, self.host)
 
     async def run(self, name: str, kind: int, *, num_tokens: int = 159, max_tokens: int = 1) -> None:
         asked = generation(prompt_of(num_tokens, kind), name, max_tokens=max_tokens)
@@ -111,21 +111,21 @@ async def test_pieces_are_copied_between_the_layers_of_a_long_step(monkeypatch: 
         await scene.begin_long_step()
         lefts: list[int] = []
         for _ in range(3):
-            piece = asyncio.ensure_future(scene.engine.moving.copy_some("m", PIECE_BYTES))
+            piece = asyncio.ensure_future(scene.engine.migrations.copy_some("m", PIECE_BYTES))
             await asyncio.sleep(0)  # it is in the mailbox
             await scene.attention.through(1)
             lefts.append((await piece).num_left_blocks)
         assert lefts == [15, 11, 7]
         assert scene.heard.ids("long") == []  # the step is not over
-        switch = asyncio.ensure_future(scene.engine.moving.switch("m"))
+        switch = asyncio.ensure_future(scene.engine.migrations.switch("m"))
         await scene.end_long_step()
         switched = await switch
         assert switched.placement.placed[0].move_id == "m"
         await scene.heard.until(lambda: len(scene.heard.ids("long")) == 8)
         plain = core_of(model_of("mha"), max_num_batched_tokens=200)
         asked = generation(prompt_of(159, 1), "long", max_tokens=8)
-        assert plain.reserve(asked, "long", whole_prompt=True) is not None
-        plain.begin("long", num_computed_tokens=0)
+        assert plain.sequences.reserve(asked, "long", whole_prompt=True) is not None
+        plain.sequences.begin("long", num_computed_tokens=0)
         expected = [token.token_id for _ in range(8) for token in plain.step().tokens]
         assert scene.heard.ids("long") == expected
 
@@ -137,7 +137,7 @@ async def test_a_switch_comes_at_the_next_boundary_although_long_steps_follow(
     async with opened() as scene:
         await scene.begin()
         await scene.begin_long_step(num_tokens=240)
-        switch = asyncio.ensure_future(scene.engine.moving.switch("m"))
+        switch = asyncio.ensure_future(scene.engine.migrations.switch("m"))
         await scene.attention.through(2)
         assert not switch.done()
         await scene.attention.through(1)  # the last layer of a chunk is not attended: this is the next step
@@ -151,9 +151,9 @@ async def test_short_steps_are_not_lengthened_by_more_than_a_piece_each(
     monkeypatch.setattr(thread, "_PIECE_GAP_SECONDS", 3600.0)
     async with opened() as scene:
         await scene.begin()
-        await scene.engine.moving.copy_some("m", PIECE_BYTES)
+        await scene.engine.migrations.copy_some("m", PIECE_BYTES)
         await scene.begin_long_step()
-        piece = asyncio.ensure_future(scene.engine.moving.copy_some("m", PIECE_BYTES))
+        piece = asyncio.ensure_future(scene.engine.migrations.copy_some("m", PIECE_BYTES))
         await asyncio.sleep(0)
         await scene.attention.through(3)
         assert not piece.done()

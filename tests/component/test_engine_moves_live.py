@@ -10,12 +10,12 @@ from call_links_scene import call_links
 from engine_harness import Listener
 from engine_moves import SIZE, core_of, drain, generation, model_of, prompt_of
 from engine_moves import begin as begin_alone
+from memory_host import MemoryHost
 from msgspec.structs import replace
 
 from libs.engine.engine import Engine, EngineSettings
 from libs.engine.errors import EngineDied, MoveRefused, WeightsLost
 from libs.engine.hosting.calls import HostedCall
-from libs.engine.hosting.memory_host import MemoryHost
 from libs.engine.hosting.port import Answer, Host
 from libs.engine.outputs import Switched
 from libs.model.model import Model
@@ -63,7 +63,7 @@ class Pair:
         placed = Placed(
             move_id=move_id, module=module, worker=worker, has_weights_at_home=has_weights_at_home
         )
-        wanted = await engine.moving.capacity_with(placed) if module != lent_blocks(4) else lent
+        wanted = await engine.migrations.capacity_with(placed) if module != lent_blocks(4) else lent
         granted = await host.hosting.open(
             home, move_id, module, num_blocks_wanted=wanted, num_blocks_least=lent
         )
@@ -72,20 +72,20 @@ class Pair:
         if self.links:
             address = self.links[worker].address
             way = await self.links[home].connect(worker, address, lambda calls, why: None)
-        await engine.moving.begin_move(placed, way, model_after=model_after)
+        await engine.migrations.begin_move(placed, way, model_after=model_after)
 
     async def copy(self, home: str, move_id: str) -> Switched:
         engine = self.engines[home]
-        while (await engine.moving.copy_some(move_id, 20_000)).num_left_blocks > 4:
+        while (await engine.migrations.copy_some(move_id, 20_000)).num_left_blocks > 4:
             pass
-        return await engine.moving.switch(move_id)
+        return await engine.migrations.switch(move_id)
 
     async def away(self, home: str, worker: str, module: Module, move_id: str) -> Switched:
         await self.begin(home, worker, module, move_id)
         return await self.copy(home, move_id)
 
     async def back(self, home: str, worker: str, move_id: str) -> Switched:
-        await self.engines[home].moving.begin_return(move_id)
+        await self.engines[home].migrations.begin_return(move_id)
         switched = await self.copy(home, move_id)
         await self.engines[worker].hosting.close(home, move_id)
         return switched
@@ -110,7 +110,7 @@ async def opened(model: Model | None = None, timeout_seconds: float = 30.0) -> A
     pair = Pair(model or model_of("gqa"), timeout_seconds)
     for name, engine in pair.engines.items():
         await engine.start()
-        engine.moving.listen(pair.heard[name].on_placement)
+        engine.migrations.listen(pair.heard[name].on_placement)
     try:
         async with asyncio.timeout(60):
             yield pair
@@ -171,7 +171,7 @@ async def test_a_host_that_closes_the_guest_is_lost_and_every_token_is_right() -
         await heard.until(lambda: all(len(heard.ids(one)) == len(ids) for one, ids in expected.items()))
         assert {one: heard.ids(one) for one in expected} == expected
         assert [lost.partition(":")[0] for _, lost in heard.placements] == ["", "b"]
-        assert pair.engines["a"].moving.placement.placed == ()
+        assert pair.engines["a"].migrations.placement.placed == ()
         assert pair.engines["a"].num_total_blocks == 160
 
 
@@ -181,12 +181,12 @@ async def test_a_cancelled_move_leaves_everything_as_it_was_and_another_may_begi
         await pair.begin("a", "b", whole_layers(0, 2), "m")
         other = Placed(move_id="n", module=whole_layers(2, 3), worker="b", num_blocks=400)
         with pytest.raises(MoveRefused, match="one at a time"):
-            await pair.engines["a"].moving.begin_move(
+            await pair.engines["a"].migrations.begin_move(
                 other, MemoryHost("b", "a", pair.engines["b"].hosting.call, pair.engines["a"].wake)
             )
-        await pair.engines["a"].moving.cancel_move("m")
+        await pair.engines["a"].migrations.cancel_move("m")
         with pytest.raises(MoveRefused, match="not under way"):
-            await pair.engines["a"].moving.switch("m")
+            await pair.engines["a"].migrations.switch("m")
         await pair.engines["b"].hosting.close("a", "m")
         switched = await pair.away("a", "b", whole_layers(0, 1), "o")
         assert switched.num_blocks_before == 160
@@ -201,7 +201,7 @@ async def test_a_sequence_that_awaits_kv_fails_with_its_host_and_others_are_told
         assert await engine.reserve(waiting, whole_prompt=True) is not None
         await engine.begin("waits", num_computed_tokens=40, awaits_kv=True)
         await pair.run("a", generation(prompt_of(20, 3), "runs"))
-        await engine.moving.lose_host("b", "its lease ended")
+        await engine.migrations.lose_host("b", "its lease ended")
         await heard.until(lambda: heard.failed)
         assert [(one.sequence_id, one.reason) for one in heard.failed] == [("waits", FailureReason.PEER_LOST)]
         await heard.until(lambda: len(heard.ids("runs")) == 24)
@@ -222,12 +222,12 @@ async def test_a_host_that_never_answers_is_lost_after_a_while() -> None:
             "a",
             "m",
             placed.module,
-            num_blocks_wanted=await engine.moving.capacity_with(placed),
+            num_blocks_wanted=await engine.migrations.capacity_with(placed),
             num_blocks_least=32,
         )
         placed = Placed(move_id="m", module=placed.module, worker="b", num_blocks=granted)
-        await engine.moving.begin_move(placed, MemoryHost("b", "a", ask, engine.wake))
-        await engine.moving.switch("m")
+        await engine.migrations.begin_move(placed, MemoryHost("b", "a", ask, engine.wake))
+        await engine.migrations.switch("m")
         for one in asked("a"):
             await pair.run("a", one)
         await heard.until(lambda: len(heard.ids("a2")) > 3)
@@ -256,7 +256,7 @@ async def test_an_engine_whose_weights_are_lost_ends_and_its_sequences_can_be_re
             await pair.engines["b"].hosting.close_guest("a")
         else:
             with pytest.raises(WeightsLost, match=r"layers .1. were at the host b"):
-                await engine.moving.lose_host("b", "its lease ended")
+                await engine.migrations.lose_host("b", "its lease ended")
         with pytest.raises(EngineDied, match=r"cannot be read again: .*; restart this worker"):
             await engine.watch()
         assert {one.sequence_id: one.reason for one in heard.failed} == dict.fromkeys(

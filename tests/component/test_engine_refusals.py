@@ -40,18 +40,18 @@ def model() -> Model:
 def test_what_cannot_be_is_refused_by_name(model: Model) -> None:
     core = engine(model, num_blocks=8)
     with pytest.raises(PromptTooLong) as long:
-        core.reserve(generation(prompt_of(32)), "r", whole_prompt=True)
+        core.sequences.reserve(generation(prompt_of(32)), "r", whole_prompt=True)
     assert (long.value.num_tokens, long.value.limit) == (32, 32)
     with pytest.raises(PromptTooLong):
-        engine(model, max_model_len=9).reserve(generation(prompt_of(9)), "r", whole_prompt=False)
+        engine(model, max_model_len=9).sequences.reserve(generation(prompt_of(9)), "r", whole_prompt=False)
     for wrong in ([], [60], [-1, 3]):
         with pytest.raises(InvalidSequence):
-            core.reserve(generation(wrong), "r", whole_prompt=True)
+            core.sequences.reserve(generation(wrong), "r", whole_prompt=True)
     with pytest.raises(InvalidSequence, match="NaN"):
-        core.reserve(generation([1], deadline=math.nan), "r", whole_prompt=True)
-    assert core.reserve(generation(prompt_of(9)), "r", whole_prompt=True) is not None
+        core.sequences.reserve(generation([1], deadline=math.nan), "r", whole_prompt=True)
+    assert core.sequences.reserve(generation(prompt_of(9)), "r", whole_prompt=True) is not None
     with pytest.raises(DuplicateSequence):
-        core.reserve(generation(prompt_of(9)), "r", whole_prompt=True)
+        core.sequences.reserve(generation(prompt_of(9)), "r", whole_prompt=True)
     good = torch.zeros(1, 2, 2, SIZE, 16)
     for layer, first_block, blocks in (
         (2, 0, good),
@@ -61,30 +61,30 @@ def test_what_cannot_be_is_refused_by_name(model: Model) -> None:
         (0, 0, good[0]),
     ):
         with pytest.raises(BadBlocks):
-            core.write_blocks("r", layer, first_block, blocks)
+            core.incoming.write("r", layer, first_block, blocks)
     for num_computed_tokens in (-1, 10):
         with pytest.raises(BadBlocks):
-            core.begin("r", num_computed_tokens=num_computed_tokens)
+            core.sequences.begin("r", num_computed_tokens=num_computed_tokens)
     with pytest.raises(WrongState):
-        core.adopt("r", TokenOutput("r", 3, 5))
+        core.sequences.start_decode("r", TokenOutput("r", 3, 5))
     with pytest.raises(UnknownSequence):
-        core.begin("nobody", num_computed_tokens=0)
-    core.begin("r", num_computed_tokens=0)
-    assert not core.write_blocks("r", 0, 0, good), "begun already"
-    assert not core.write_blocks("nobody", 0, 0, good)
+        core.sequences.begin("nobody", num_computed_tokens=0)
+    core.sequences.begin("r", num_computed_tokens=0)
+    assert not core.incoming.write("r", 0, 0, good), "begun already"
+    assert not core.incoming.write("nobody", 0, 0, good)
     with pytest.raises(WrongState):
-        core.begin("r", num_computed_tokens=0)
-    core.abort("r")
-    core.abort("r")
+        core.sequences.begin("r", num_computed_tokens=0)
+    core.sequences.abort("r")
+    core.sequences.abort("r")
     check_baseline(core)
 
 
 def test_no_room_now_is_none_and_later_there_is(model: Model) -> None:
     core = engine(model, num_blocks=8)
-    assert core.reserve(generation(prompt_of(20), "a"), "a", whole_prompt=True) is not None
-    assert core.reserve(generation(prompt_of(12), "b"), "b", whole_prompt=True) is None
-    core.abort("a")
-    assert core.reserve(generation(prompt_of(12), "b"), "b", whole_prompt=True) is not None
+    assert core.sequences.reserve(generation(prompt_of(20), "a"), "a", whole_prompt=True) is not None
+    assert core.sequences.reserve(generation(prompt_of(12), "b"), "b", whole_prompt=True) is None
+    core.sequences.abort("a")
+    assert core.sequences.reserve(generation(prompt_of(12), "b"), "b", whole_prompt=True) is not None
 
 
 def test_a_passed_deadline_fails_a_sequence_in_any_state(model: Model) -> None:
@@ -93,7 +93,8 @@ def test_a_passed_deadline_fails_a_sequence_in_any_state(model: Model) -> None:
     begin(core, generation(prompt_of(5), "runs", deadline=150.0, max_tokens=99))
     begin(core, generation(prompt_of(5), "goes on", deadline=1000.0))
     assert (
-        core.reserve(generation(prompt_of(5), "held", deadline=150.0), "held", whole_prompt=True) is not None
+        core.sequences.reserve(generation(prompt_of(5), "held", deadline=150.0), "held", whole_prompt=True)
+        is not None
     )
     assert core.seconds_to_deadline() == 50.0
     assert not core.step().failed
@@ -120,13 +121,13 @@ def test_an_error_in_a_step_fails_its_sequences_and_no_other(model: Model) -> No
     attention = Breaking()
     core = engine(model, attention=attention)
     begin(core, generation(prompt_of(5), "a"))
-    assert core.reserve(generation(prompt_of(6), "b"), "b", whole_prompt=True) is not None
+    assert core.sequences.reserve(generation(prompt_of(6), "b"), "b", whole_prompt=True) is not None
     attention.is_broken = True
     (failure,) = core.step().failed
     assert (failure.sequence_id, failure.reason) == ("a", FailureReason.INTERNAL)
     assert "on fire" in failure.detail
     attention.is_broken = False
-    core.begin("b", num_computed_tokens=0)
+    core.sequences.begin("b", num_computed_tokens=0)
     assert ids(drain(core)["b"]) == alone(model, generation(prompt_of(6)))
     check_baseline(core)
 
@@ -136,14 +137,14 @@ def test_the_load_counts_what_is_held_and_waited_for(model: Model) -> None:
     begin(core, generation(prompt_of(8), "runs", max_tokens=50))
     core.step()
     begin(core, generation(prompt_of(30, 1), "waits"))
-    assert core.reserve(generation(prompt_of(9, 2), "held"), "held", whole_prompt=True) is not None
+    assert core.sequences.reserve(generation(prompt_of(9, 2), "held"), "held", whole_prompt=True) is not None
     load = core.load()
     assert (load.num_running, load.num_waiting, load.num_reserved) == (1, 1, 1)
     assert load.num_waiting_tokens == 30
     assert (load.num_blocks, load.num_used_blocks, load.block_size) == (64, 3 + 8 + 3, SIZE)
     for name in ("runs", "waits", "held"):
-        core.abort(name)
-    assert core.ledger.allocator.names()
+        core.sequences.abort(name)
+    assert core.sequences.allocator.names()
     assert core.load().num_used_blocks == 0, "blocks only kept by name are free"
 
 

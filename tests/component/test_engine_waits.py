@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 from engine_harness import Listener
 from engine_moves import SIZE, generation, model_of, prompt_of
+from memory_host import MemoryHost
 
 from libs.engine.engine import Engine, EngineSettings
 from libs.engine.hosting.calls import ANSWERED, HostedCall, ReadBlocks, Settle
-from libs.engine.hosting.memory_host import MemoryHost
 from libs.engine.hosting.port import Answer
 from libs.placement.module import heads_of
 from libs.placement.placement import Placed
@@ -61,8 +61,8 @@ class Pair:
         placed = Placed(move_id="m", module=MODULE, worker="other", num_blocks=granted)
         inner = MemoryHost("other", "home", self.other.hosting.call, self.home.wake)
         host = Stalling(inner, self.home.wake)
-        await self.home.moving.begin_move(placed, host)
-        await self.home.moving.switch("m")
+        await self.home.migrations.begin_move(placed, host)
+        await self.home.migrations.switch("m")
         return host
 
     async def close(self) -> None:
@@ -113,9 +113,9 @@ async def test_a_piece_on_its_way_home_is_taken_however_busy_guests_are() -> Non
             assert await pair.home.reserve(asked, whole_prompt=True) is not None
             await pair.home.begin("own", num_computed_tokens=0)
             await pair.heard.until(lambda: len(pair.heard.ids("own")) == 4)
-            await pair.home.moving.begin_return("m")
+            await pair.home.migrations.begin_return("m")
             host.stalls = True
-            copying = asyncio.create_task(pair.home.moving.copy_some("m", 1 << 20))
+            copying = asyncio.create_task(pair.home.migrations.copy_some("m", 1 << 20))
             await host.has_stalled.wait()
             for _ in range(5):
                 await pair.run_guest()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hosting_scene import MODELS, NUM_BLOCKS, Home, HostScene
+from memory_host import synchronous_host
 from memory_transport import MemoryNetwork, any_transport
 
 from libs.engine.hosting.calls import (
@@ -24,7 +25,6 @@ from libs.engine.hosting.calls import (
     Settle,
     WriteBlocks,
 )
-from libs.engine.hosting.memory_host import synchronous_host
 from libs.engine.hosting.port import Answer, Host, HostLost
 from libs.engine.thread_loop import ThreadLoop
 from libs.model.layer import Layer

@@ -70,10 +70,10 @@ def test_a_batch_on_the_gpu_gives_the_tokens_of_the_cpu(temperature: float) -> N
         core = core_on(device)
         for number in range(5):
             asked = generation(number, temperature)
-            assert core.reserve(asked, asked.request_id, whole_prompt=True) is not None
-            core.begin(asked.request_id, num_computed_tokens=0)
+            assert core.sequences.reserve(asked, asked.request_id, whole_prompt=True) is not None
+            core.sequences.begin(asked.request_id, num_computed_tokens=0)
         told[device] = run(core)
-        assert core.ledger.allocator.num_used == 0
+        assert core.sequences.allocator.num_used == 0
     assert told["cuda"] == told["cpu"]
 
 
@@ -81,16 +81,16 @@ def test_kv_goes_from_a_gpu_engine_to_another() -> None:
     outputs: list[LayerOutput] = []
     prefill, decode, asked = core_on("cuda", outputs), core_on("cuda"), generation(4)
     for core in (prefill, decode):
-        assert core.reserve(asked, "r4", whole_prompt=True) is not None
-    prefill.begin("r4", num_computed_tokens=0, hand_over=True)
+        assert core.sequences.reserve(asked, "r4", whole_prompt=True) is not None
+    prefill.sequences.begin("r4", num_computed_tokens=0, hand_over=True)
     while not (step := prefill.step()).prompts_done:
         assert not step.failed
     for output in outputs:
-        assert decode.write_blocks("r4", output.layer, output.first_block, output.blocks.cpu())
-    decode.adopt("r4", step.prompts_done[0])
+        assert decode.incoming.write("r4", output.layer, output.first_block, output.blocks.cpu())
+    decode.sequences.start_decode("r4", step.prompts_done[0])
     alone = core_on("cuda")
-    assert alone.reserve(asked, "r4", whole_prompt=True) is not None
-    alone.begin("r4", num_computed_tokens=0)
+    assert alone.sequences.reserve(asked, "r4", whole_prompt=True) is not None
+    alone.sequences.begin("r4", num_computed_tokens=0)
     assert [step.prompts_done[0].token_id, *run(decode)["r4"]] == run(alone)["r4"]
 
 
@@ -99,15 +99,15 @@ def test_kv_arrives_on_the_gpu_while_its_prompt_runs() -> None:
     source, core, alone = core_on("cuda", outputs), core_on("cuda"), core_on("cuda")
     asked, num_awaited = generation(4), 4
     for one in (source, core, alone):
-        assert one.reserve(asked, "r4", whole_prompt=True) is not None
-    source.begin("r4", num_computed_tokens=0, hand_over=True)
+        assert one.sequences.reserve(asked, "r4", whole_prompt=True) is not None
+    source.sequences.begin("r4", num_computed_tokens=0, hand_over=True)
     while not source.step().prompts_done:
         pass
-    alone.begin("r4", num_computed_tokens=0)
-    core.begin("r4", num_computed_tokens=num_awaited * 16, awaits_kv=True)
+    alone.sequences.begin("r4", num_computed_tokens=0)
+    core.sequences.begin("r4", num_computed_tokens=num_awaited * 16, awaits_kv=True)
     told: list[int] = []
     for output in sorted(outputs, key=lambda one: (one.layer, -one.first_block)):
         blocks = output.blocks[: num_awaited - output.first_block]
-        assert core.write_blocks("r4", output.layer, output.first_block, blocks.cpu())
+        assert core.incoming.write("r4", output.layer, output.first_block, blocks.cpu())
         told += [token.token_id for token in core.step().tokens]
     assert told + run(core)["r4"] == run(alone)["r4"]

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from memory_host import synchronous_host
 from random_model import _RandomCheckpoint
 
 from libs.engine.core import EngineCore
-from libs.engine.hosting.memory_host import synchronous_host
 from libs.engine.settings import EngineSettings
 from libs.model.assemble import assemble
 from libs.model.config import Architecture, ModelConfig
@@ -50,8 +50,8 @@ def begin(core: EngineCore) -> None:
         sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
         name = f"r{number}"
         asked = Generation(name, pack_token_ids(prompt), len(prompt), sampling, "g", math.inf)
-        assert core.reserve(asked, name, whole_prompt=True) is not None
-        core.begin(name, num_computed_tokens=0)
+        assert core.sequences.reserve(asked, name, whole_prompt=True) is not None
+        core.sequences.begin(name, num_computed_tokens=0)
 
 
 def step(core: EngineCore, told: dict[str, list[int]]) -> bool:
@@ -77,13 +77,13 @@ def test_tokens_do_not_change_when_a_module_moves_back_and_forth(module: Module)
         granted = host.hosted.open("home", move_id, module, num_blocks_wanted=60, num_blocks_least=8)
         placed = Placed(move_id=move_id, module=module, worker="host", num_blocks=granted)
         way = synchronous_host("host", "home", host.hosted)
-        home.move(lambda moves, placed=placed, way=way: moves.begin(placed, way, None))
+        home.migrator.begin(placed, way, None)
         step(home, told)
-        home.move(lambda moves, move_id=move_id: moves.switch(move_id))
+        home.migrator.switch(move_id)
         step(home, told)
-        home.move(lambda moves, move_id=move_id: moves.begin_return(move_id, None))
+        home.migrator.begin_return(move_id, None)
         step(home, told)
-        home.move(lambda moves, move_id=move_id: moves.switch(move_id))
+        home.migrator.switch(move_id)
         host.hosted.close("home", move_id)
     while not step(home, told):
         pass

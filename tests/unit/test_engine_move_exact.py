@@ -129,7 +129,7 @@ def test_steps_that_run_between_pieces_of_the_copy_are_copied_too(which: str) ->
             mesh.switch(f"m{count}")
             mesh.hosts["host"].hosted.close("home", f"m{count}")
         else:
-            left = mesh.home.move(lambda moves: moves.copy_some(f"m{count}", 3 << 12)).num_left_blocks
+            left = mesh.home.migrator.copy_some(f"m{count}", 3 << 12).num_left_blocks
             assert left > 0
 
     assert drain(mesh.home, between).tokens == unmoved("gqa")

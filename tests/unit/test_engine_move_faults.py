@@ -21,7 +21,7 @@ from libs.engine.hosting.calls import ANSWERED, HostedCall
 from libs.engine.hosting.port import Answer
 from libs.engine.memory.pool import BlockLayout, Pool
 from libs.engine.meter import Meter
-from libs.engine.migration.kv_copy import KvHome
+from libs.engine.migration.kv_copy import InboundCopy
 from libs.placement.module import heads_of, whole_layers
 from libs.placement.placement import Placed
 
@@ -49,13 +49,13 @@ class Slow:
         answer.give(self.blocks[call.blocks])  # type: ignore[union-attr]  # copies home only read
 
 
-def coming_home(live: list[int]) -> tuple[Pool, Slow, KvHome]:
+def coming_home(live: list[int]) -> tuple[Pool, Slow, InboundCopy]:
     """Layer 1 of a model of two layers comes home to a pool that has it already, so that it can be read."""
     pool = Pool(BlockLayout(SLOTS, SIZE, 4, torch.float32), 12, torch.device("cpu"))
     host, hosts = Slow(), Hosts(result_now, Meter())
     hosts.add(host)
     placed = Placed(move_id="m", module=whole_layers(1, 2), worker="host", num_blocks=12)
-    return pool, host, KvHome(pool, hosts, placed, live, 1)
+    return pool, host, InboundCopy(pool, hosts, placed, live, 1)
 
 
 @pytest.mark.parametrize("asked", [[5, 9], [9, 5]])
@@ -96,7 +96,7 @@ def test_weights_that_a_lost_host_had_are_not_forgotten_by_a_return_under_way() 
     told = Told()
     told.add(mesh.home.step())
     mesh.begin_return("b")
-    mesh.home.lose_host("a", "gone")
+    mesh.home.migrator.lose_host("a", "gone")
     mesh.switch("b")
     assert list(mesh.home.model.weights.layers) == [0, 1, 2, 3]
     plain = core_of(model_of("gqa"))
@@ -113,7 +113,7 @@ def test_a_move_goes_on_when_another_host_is_lost() -> None:
     told = Told()
     told.add(mesh.home.step())
     mesh.begin(whole_layers(2, 4), "b", "b", with_weights=True)
-    mesh.home.lose_host("a", "gone")
+    mesh.home.migrator.lose_host("a", "gone")
     told.add(mesh.home.step())
     mesh.switch("b")
     assert [one.move_id for one in mesh.home.placement.placed] == ["b"]
@@ -133,14 +133,14 @@ def test_a_second_module_with_fewer_blocks_does_not_break_the_first() -> None:
     for _ in range(8):
         told.add(mesh.home.step())
     for one in range(3):
-        mesh.home.abort(f"s{one}")
+        mesh.home.sequences.abort(f"s{one}")
     host = mesh.hosts["host"]
     granted = host.hosted.open("home", "b", heads_of(0, 4, (2,)), num_blocks_wanted=40, num_blocks_least=1)
     placed = Placed(move_id="b", module=heads_of(0, 4, (2,)), worker="host", num_blocks=granted)
-    before = mesh.home.ledger.sequences["s3"].blocks
+    before = mesh.home.sequences.by_id["s3"].blocks
     assert max(before) >= granted
-    mesh.home.move(lambda moves: moves.begin(placed, mesh.host("host"), None))
-    assert max(mesh.home.ledger.sequences["s3"].blocks) < granted
+    mesh.home.migrator.begin(placed, mesh.host("host"), None)
+    assert max(mesh.home.sequences.by_id["s3"].blocks) < granted
     mesh.switch("b")
     drain(mesh.home, told=told)
     assert len(mesh.home.placement.placed) == 2  # the host was not lost
@@ -155,7 +155,7 @@ def test_weights_do_not_leave_when_a_guest_came_to_use_them_meanwhile() -> None:
     mesh.home.hosted.open("guest", "theirs", whole_layers(1, 2), num_blocks_wanted=4, num_blocks_least=1)
     with pytest.raises(MoveRefused, match="other instances"):
         mesh.switch("m")
-    mesh.home.move(lambda moves: moves.cancel("m"))
+    mesh.home.migrator.cancel("m")
     assert list(mesh.home.model.weights.layers) == [0, 1, 2, 3]
 
 
@@ -165,9 +165,9 @@ def test_blocks_that_came_free_while_a_move_could_not_have_them_are_there_after_
     assert mesh.home.load().num_blocks == 100
     mesh.place(heads_of(0, 4, (1,)), "m")
     placed = Placed(move_id="m", module=heads_of(0, 4, (1,)), worker="host", num_blocks=100)
-    mesh.home.move(lambda moves: moves.begin(placed, mesh.host("host"), None))
+    mesh.home.migrator.begin(placed, mesh.host("host"), None)
     mesh.home.hosted.close("guest", "theirs")
     assert mesh.home.load().num_blocks == 100  # more than that the host does not hold
-    mesh.home.move(lambda moves: moves.cancel("m"))
+    mesh.home.migrator.cancel("m")
     mesh.home.step()
     assert mesh.home.load().num_blocks == 120

@@ -70,7 +70,9 @@ class Walk:
         self.num_copied_bytes = self.num_moves = 0
 
     def copy(self) -> None:
-        progress: CopyProgress = self.mesh.home.moves.copy_in_step(f"m{self.num_moves // 2}", self.max_bytes)
+        progress: CopyProgress = self.mesh.home.migrator.copy_in_step(
+            f"m{self.num_moves // 2}", self.max_bytes
+        )
         self.num_copied_bytes += progress.num_copied_bytes
 
     def before_step(self, number: int) -> None:
@@ -122,8 +124,8 @@ def test_a_host_lost_between_two_layers_is_dealt_with_when_the_step_is_over() ->
     def lose() -> None:
         mesh.fuses["host"] = 0
         with pytest.raises(HostLost):
-            mesh.home.moves.copy_in_step("m", 1)
-        seen.append((mesh.home.placement.epoch, bool(mesh.home.ledger.by_age[0].blocks)))
+            mesh.home.migrator.copy_in_step("m", 1)
+        seen.append((mesh.home.placement.epoch, bool(mesh.home.sequences.by_age[0].blocks)))
         mesh.fuses.pop("host")  # what the step itself asks is answered
 
     gap.act = lose
@@ -132,7 +134,7 @@ def test_a_host_lost_between_two_layers_is_dealt_with_when_the_step_is_over() ->
     assert mesh.home.placement.placed == ()
     gap.act = None
     with pytest.raises(MoveRefused, match="its host was lost"):
-        mesh.home.move(lambda moves: moves.copy_some("m", 1))
+        mesh.home.migrator.copy_some("m", 1)
     drain(mesh.home, told=told)
     assert told.failed == {}
     assert told.tokens == unmoved()
@@ -151,7 +153,7 @@ def test_a_host_lost_to_a_copy_and_to_its_step_is_lost_once() -> None:
 
     def copy() -> None:
         with suppress(HostLost):
-            mesh.home.moves.copy_in_step("m", 1)
+            mesh.home.migrator.copy_in_step("m", 1)
 
     gap.act = copy
     told.add(mesh.home.step())
@@ -171,11 +173,11 @@ def test_one_step_is_long_enough_to_copy_all_that_was_there_before_it() -> None:
     begin(mesh.home, generation(prompt_of(150, 1), "long"))
     lefts: list[int] = []
     block_bytes = 4 * 2 * 8 * 16 * 4
-    copy = partial(mesh.home.moves.copy_in_step, "m", block_bytes * -(-num_blocks // 4))
+    copy = partial(mesh.home.migrator.copy_in_step, "m", block_bytes * -(-num_blocks // 4))
     gap.act = lambda: lefts.append(copy().num_left_blocks)
     mesh.home.step()
     assert len(lefts) == 4
     assert lefts == sorted(lefts, reverse=True)
     assert lefts[-1] == 0
-    num_written = mesh.home.move(lambda moves: moves.copy_some("m", 1)).num_left_blocks + 1
+    num_written = mesh.home.migrator.copy_some("m", 1).num_left_blocks + 1
     assert num_written == -(-150 // 8)  # the step's own

@@ -56,7 +56,7 @@ def kv_of(outputs: list[LayerOutput]) -> torch.Tensor:
 
 def written(core: EngineCore, kv: torch.Tensor, name: str, layers: range = range(4)) -> None:
     for layer in layers:
-        assert core.write_blocks(name, layer, 0, kv[layer])
+        assert core.incoming.write(name, layer, 0, kv[layer])
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def hold(mesh: Mesh, num_blocks: int) -> None:
     """Holds blocks, so that later ones are lent."""
     if num_blocks:
         asked = generation(prompt_of(num_blocks * SIZE - 1, 9), "holds")
-        assert mesh.home.reserve(asked, "holds", whole_prompt=True) is not None
+        assert mesh.home.sequences.reserve(asked, "holds", whole_prompt=True) is not None
 
 
 @each_module
@@ -102,10 +102,10 @@ def test_kv_from_outside_lands_where_it_belongs(module: Module, expected_kv: tor
     mesh.away(module, "m", lent=60)
     hold(mesh, 27 if module == MODULES["lent blocks"] else 0)
     asked = generation(PROMPT, "in")
-    assert mesh.home.reserve(asked, "in", whole_prompt=True) is not None
+    assert mesh.home.sequences.reserve(asked, "in", whole_prompt=True) is not None
     written(mesh.home, expected_kv, "in")
     first, rest = first_token(PROMPT)
-    mesh.home.adopt("in", TokenOutput("in", 0, first))
+    mesh.home.sequences.start_decode("in", TokenOutput("in", 0, first))
     assert drain(mesh.home).tokens["in"] == rest
 
 
@@ -116,22 +116,22 @@ def test_kv_that_is_written_while_a_module_moves_moves_too(module: Module, expec
     asked = generation(PROMPT, "in")
     if module == MODULES["lent blocks"]:
         mesh.away(module, "before", lent=60)
-    assert mesh.home.reserve(asked, "in", whole_prompt=True) is not None
+    assert mesh.home.sequences.reserve(asked, "in", whole_prompt=True) is not None
     written(mesh.home, expected_kv, "in", range(1))
     if module != MODULES["lent blocks"]:
         mesh.begin(module, "m")
-        mesh.home.move(lambda moves: moves.copy_some("m", 1 << 30))
+        mesh.home.migrator.copy_some("m", 1 << 30)
         written(mesh.home, expected_kv, "in", range(1, 3))
         mesh.switch("m")
     move_id = mesh.home.placement.placed[0].move_id
     mesh.begin_return(move_id)
-    mesh.home.move(lambda moves: moves.copy_some(move_id, 1 << 30))
+    mesh.home.migrator.copy_some(move_id, 1 << 30)
     written(mesh.home, expected_kv, "in", range(1, 4))
     if module == MODULES["lent blocks"]:
-        mesh.home.abort("holds")
+        mesh.home.sequences.abort("holds")
     mesh.switch(move_id)
     first, rest = first_token(PROMPT)
-    mesh.home.adopt("in", TokenOutput("in", 0, first))
+    mesh.home.sequences.start_decode("in", TokenOutput("in", 0, first))
     assert drain(mesh.home).tokens["in"] == rest
 
 
@@ -155,13 +155,13 @@ def test_kv_that_is_written_while_a_switch_waits_for_its_host_moves_too(
     module: Module, expected_kv: torch.Tensor
 ) -> None:
     mesh = Mesh(core_of(model_of("gqa"), num_blocks=32))
-    assert mesh.home.reserve(generation(PROMPT, "in"), "in", whole_prompt=True) is not None
+    assert mesh.home.sequences.reserve(generation(PROMPT, "in"), "in", whole_prompt=True) is not None
     placed = mesh.place(module, "m")
     host = Interrupted(mesh.host("host"), lambda: written(mesh.home, expected_kv, "in"))
-    mesh.home.move(lambda moves: moves.begin(placed, host, None))
+    mesh.home.migrator.begin(placed, host, None)
     mesh.switch("m")
     first, rest = first_token(PROMPT)
-    mesh.home.adopt("in", TokenOutput("in", 0, first))
+    mesh.home.sequences.start_decode("in", TokenOutput("in", 0, first))
     assert drain(mesh.home).tokens["in"] == rest
 
 
@@ -174,14 +174,14 @@ def test_a_sequence_begun_before_its_kv_has_come_runs_layer_by_layer(
     hold(mesh, 27 if module == MODULES["lent blocks"] else 0)
     begin(mesh.home, generation(prompt_of(9, 5), "other"))
     asked = generation(PROMPT, "in")
-    assert mesh.home.reserve(asked, "in", whole_prompt=True) is not None
-    mesh.home.begin("in", num_computed_tokens=56, awaits_kv=True)
+    assert mesh.home.sequences.reserve(asked, "in", whole_prompt=True) is not None
+    mesh.home.sequences.begin("in", num_computed_tokens=56, awaits_kv=True)
     first, rest = first_token(PROMPT)
     told: list[int] = []
     for layer in range(4):
         told += [one.token_id for one in mesh.home.step().tokens if one.sequence_id == "in"]
         assert not told
-        assert mesh.home.write_blocks("in", layer, 0, expected_kv[layer][:7])
+        assert mesh.home.incoming.write("in", layer, 0, expected_kv[layer][:7])
     for _ in range(40):
         told += [one.token_id for one in mesh.home.step().tokens if one.sequence_id == "in"]
     assert told == [first, *rest]
@@ -192,24 +192,24 @@ def test_a_switch_waits_for_steps_that_are_put_aside_and_none_begins_meanwhile(
 ) -> None:
     mesh = Mesh(core_of(model_of("gqa")))
     for name in ("in", "late"):
-        assert mesh.home.reserve(generation(PROMPT, name), name, whole_prompt=True) is not None
-        mesh.home.begin(name, num_computed_tokens=56, awaits_kv=True)
-    mesh.home.write_blocks("in", 0, 0, expected_kv[0][:7])
+        assert mesh.home.sequences.reserve(generation(PROMPT, name), name, whole_prompt=True) is not None
+        mesh.home.sequences.begin(name, num_computed_tokens=56, awaits_kv=True)
+    mesh.home.incoming.write("in", 0, 0, expected_kv[0][:7])
     told = Told()
     told.add(mesh.home.step())  # its step begins and is put aside
     mesh.begin(heads_of(0, 4, (1,)), "m")
     for layer in range(3):
         for name in ("late", "in")[: 1 + (layer > 0)]:
-            mesh.home.write_blocks(name, layer, 0, expected_kv[layer][:7])
+            mesh.home.incoming.write(name, layer, 0, expected_kv[layer][:7])
         with pytest.raises(NotYet):
             mesh.switch("m")
         told.add(mesh.home.step())
-    mesh.home.write_blocks("in", 3, 0, expected_kv[3][:7])
+    mesh.home.incoming.write("in", 3, 0, expected_kv[3][:7])
     with pytest.raises(NotYet):
         mesh.switch("m")
     told.add(mesh.home.step())
     mesh.switch("m")  # `late` has most of its KV, but no step of its own
-    mesh.home.write_blocks("late", 3, 0, expected_kv[3][:7])
+    mesh.home.incoming.write("late", 3, 0, expected_kv[3][:7])
     first, rest = first_token(PROMPT)
     drain(mesh.home, told=told)
     assert told.tokens == {"in": [first, *rest], "late": [first, *rest]}
@@ -222,7 +222,7 @@ def test_blocks_are_found_by_name_and_read_whole_after_moves(module: Module) -> 
     for core in (plain, mesh.home):
         begin(core, generation(PROMPT, "x"))
         drain(core)
-    names = plain.ledger.allocator.names()[:NUM_BLOCKS]
+    names = plain.sequences.allocator.names()[:NUM_BLOCKS]
     expected = plain.read_blocks(names)
     assert len(expected) == NUM_BLOCKS
     mesh.away(module, "m", lent=60)
@@ -253,7 +253,7 @@ def test_the_way_home_into_fewer_blocks_preempts_the_youngest_and_loses_nothing(
             assert mesh.home.load().num_used_blocks > 60
             assert mesh.back("m").num_blocks_after == 40
             assert mesh.home.load().num_used_blocks <= 40
-            oldest, youngest = mesh.home.ledger.by_age[0], mesh.home.ledger.by_age[-1]
+            oldest, youngest = mesh.home.sequences.by_age[0], mesh.home.sequences.by_age[-1]
             assert oldest.blocks
             assert not youngest.blocks
 
@@ -270,11 +270,14 @@ def test_a_way_home_waits_while_reserved_sequences_hold_more_than_fits() -> None
     mesh = Mesh(core_of(model_of("gqa"), num_blocks=40))
     mesh.away(heads_of(0, 4, (0, 1)), "m")
     hold(mesh, 30)
-    assert mesh.home.reserve(generation(prompt_of(159, 2), "more"), "more", whole_prompt=True) is not None
+    assert (
+        mesh.home.sequences.reserve(generation(prompt_of(159, 2), "more"), "more", whole_prompt=True)
+        is not None
+    )
     mesh.begin_return("m")
     with pytest.raises(NotYet):
         mesh.switch("m")
-    mesh.home.abort("more")
+    mesh.home.sequences.abort("more")
     assert mesh.switch("m").num_blocks_after == 40
 
 
@@ -282,28 +285,28 @@ def test_moves_that_cannot_be_are_refused_and_change_nothing() -> None:
     mesh = Mesh(core_of(model_of("gqa")))
     placed = mesh.place(heads_of(0, 4, (1,)), "few")
     refused = Placed(move_id="few", module=placed.module, worker="host", num_blocks=31)
-    begin_with = mesh.home.move
+    begin = mesh.home.migrator.begin
     host = mesh.host("host")
     with pytest.raises(MoveRefused, match="31 blocks; a sequence needs 32"):
-        begin_with(lambda moves: moves.begin(refused, host, None))
+        begin(refused, host, None)
     all_layers = Placed(move_id="all", module=whole_layers(0, 4), worker="host", num_blocks=400)
     with pytest.raises(BadPlacement, match="at least one"):
-        begin_with(lambda moves: moves.begin(all_layers, host, None))
+        begin(all_layers, host, None)
     with pytest.raises(MoveRefused, match="no module"):
         mesh.begin_return("few")
     with pytest.raises(MoveRefused, match="weights travel"):
-        begin_with(lambda moves: moves.begin(placed, host, mesh.home.model))
+        begin(placed, host, mesh.home.model)
     assert mesh.home.placement.epoch == 0
-    assert not mesh.home.moves.is_under_way
+    assert not mesh.home.migrator.is_under_way
 
 
 def test_a_host_with_fewer_blocks_than_home_limits_the_blocks_until_the_move_ends() -> None:
     mesh = Mesh(core_of(model_of("gqa"), num_blocks=100))
     mesh.place(heads_of(0, 4, (1,)), "m")
     placed = Placed(move_id="m", module=heads_of(0, 4, (1,)), worker="host", num_blocks=50)
-    mesh.home.move(lambda moves: moves.begin(placed, mesh.host("host"), None))
+    mesh.home.migrator.begin(placed, mesh.host("host"), None)
     assert mesh.home.load().num_blocks == 50
-    mesh.home.move(lambda moves: moves.cancel("m"))
+    mesh.home.migrator.cancel("m")
     mesh.home.step()
     assert mesh.home.load().num_blocks == 100
 
@@ -320,11 +323,11 @@ def test_blocks_get_other_ids_here_and_at_hosts_that_stay(stays: Module) -> None
     moved: list[dict[int, int]] = []
 
     def between(number: int) -> None:
-        blocks = [block for one in mesh.home.ledger.by_age for block in one.blocks]
+        blocks = [block for one in mesh.home.sequences.by_age for block in one.blocks]
         if number == 13:
             mesh.back("goes")
             moved.append(
-                dict(zip(blocks, [b for one in mesh.home.ledger.by_age for b in one.blocks], strict=True))
+                dict(zip(blocks, [b for one in mesh.home.sequences.by_age for b in one.blocks], strict=True))
             )
 
     told = drain(mesh.home, between)

@@ -100,9 +100,9 @@ class LateWalk(Walk):
         self.come(self.draw.random() < 0.3)
         if self.draw.random() < 0.5:
             self.pump()
-        if self.mesh.home.moves.is_under_way and self.under_way:
+        if self.mesh.home.migrator.is_under_way and self.under_way:
             try:
-                self.mesh.home.moves.copy_in_step(self.under_way, self.draw.choice([1, 20_000]))
+                self.mesh.home.migrator.copy_in_step(self.under_way, self.draw.choice([1, 20_000]))
             except (NotYet, EngineError):
                 return
 
@@ -110,17 +110,17 @@ class LateWalk(Walk):
         """A block of KV from outside."""
         if comes and self.to_come:
             block = self.to_come.pop(self.draw.randrange(len(self.to_come)))
-            self.mesh.home.write_blocks(*block)
+            self.mesh.home.incoming.write(*block)
 
     def load(self) -> None:
         kind, name, core = self.draw.randrange(NUM_KINDS), f"s{len(self.kinds)}", self.mesh.home
-        if core.reserve(asked(name, kind), name, whole_prompt=True) is None:
+        if core.sequences.reserve(asked(name, kind), name, whole_prompt=True) is None:
             return
         num_computed, self.kinds[name] = self.draw.randrange(num_tokens(kind)), kind
         if hand_over := self.draw.random() < 0.3:
             self.handed.add(name)
         self.may_fail.add(name)
-        core.begin(name, num_computed_tokens=num_computed, awaits_kv=True, hand_over=hand_over)
+        core.sequences.begin(name, num_computed_tokens=num_computed, awaits_kv=True, hand_over=hand_over)
         for layer, kv in enumerate(KV[kind]):
             for block in range(-(-num_computed // SIZE)):
                 self.to_come.append((name, layer, block, kv[block : block + 1].clone()))

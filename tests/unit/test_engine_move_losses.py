@@ -73,7 +73,9 @@ def test_a_prompt_that_is_handed_over_leaves_once_or_fails(module: Module) -> No
         mesh = Mesh(core)
         mesh.away(module, "m", lent=40)
         if module.kind is lent_blocks(4).kind:
-            assert core.reserve(generation(prompt_of(28 * SIZE), "holds"), "holds", whole_prompt=True)
+            assert core.sequences.reserve(
+                generation(prompt_of(28 * SIZE), "holds"), "holds", whole_prompt=True
+            )
         begin(core, generation(PROMPT, "out"), hand_over=True)
         mesh.fuses["host"] = num_calls
         told = drain(core)
@@ -97,18 +99,20 @@ def test_only_sequences_that_await_kv_fail(module: Module) -> None:
     mesh.away(module, "m", lent=40)
     kv = torch.zeros((2, 3, 2, SIZE, 16))
     for name, kind in (("untouched", 1), ("written", 2), ("loading", 3)):
-        assert core.reserve(generation(prompt_of(40, kind), name), name, whole_prompt=True) is not None
-    found = core.reserve(generation(PROMPT, "found"), "found", whole_prompt=True)
+        assert (
+            core.sequences.reserve(generation(prompt_of(40, kind), name), name, whole_prompt=True) is not None
+        )
+    found = core.sequences.reserve(generation(PROMPT, "found"), "found", whole_prompt=True)
     assert found is not None
     assert found.num_cached_blocks == 7
-    core.write_blocks("written", 0, 0, kv)
-    core.begin("loading", num_computed_tokens=32, awaits_kv=True)
-    core.lose_host("host", "gone")
+    core.incoming.write("written", 0, 0, kv)
+    core.sequences.begin("loading", num_computed_tokens=32, awaits_kv=True)
+    core.migrator.lose_host("host", "gone")
     told = Told()
     told.add(core.step())
     assert told.failed == dict.fromkeys(("written", "loading", "found"), "peer_lost")
-    assert core.ledger.allocator.names() == []
-    core.begin("untouched", num_computed_tokens=0)
+    assert core.sequences.allocator.names() == []
+    core.sequences.begin("untouched", num_computed_tokens=0)
     plain = core_of(model_of("gqa"))
     begin(plain, generation(prompt_of(40, 1), "untouched"))
     assert drain(core).tokens == drain(plain).tokens
@@ -124,7 +128,7 @@ def test_weights_that_had_travelled_are_read_again() -> None:
     assert mesh.home.load().num_blocks > 60 * 4
     told = Told()
     told.add(mesh.home.step())
-    mesh.home.lose_host("host", "gone")
+    mesh.home.migrator.lose_host("host", "gone")
     assert list(mesh.home.model.weights.layers) == [0, 1, 2, 3]
     assert mesh.home.load().num_blocks == 60
     assert drain(mesh.home, told=told).tokens == drain(expected.home).tokens
@@ -139,7 +143,7 @@ def test_modules_at_other_hosts_stay_where_they_are() -> None:
 
     def between(number: int) -> None:
         if number == 6:
-            mesh.home.lose_host("a", "gone")
+            mesh.home.migrator.lose_host("a", "gone")
             assert [one.move_id for one in mesh.home.placement.placed] == ["b"]
 
     assert drain(mesh.home, between).tokens == unmoved(*range(6))
@@ -159,7 +163,7 @@ def test_a_move_whose_host_is_lost_is_over_and_costs_nothing() -> None:
     with pytest.raises(MoveRefused, match="not under way"):
         mesh.switch("another")
     assert mesh.home.placement.epoch == 0
-    preempted = [one for one in mesh.home.ledger.by_age if not one.blocks]
+    preempted = [one for one in mesh.home.sequences.by_age if not one.blocks]
     assert preempted == []
     told = drain(mesh.home)
     assert {name: ids[-20:] for name, ids in told.tokens.items()} == {
@@ -170,7 +174,7 @@ def test_a_move_whose_host_is_lost_is_over_and_costs_nothing() -> None:
 def test_who_wants_back_what_went_with_a_lost_host_hears_why_it_is_home() -> None:
     mesh = Mesh(core_of(model_of("gqa")))
     mesh.away(whole_layers(0, 1), "m")
-    mesh.home.lose_host("host", "it left the mesh")
+    mesh.home.migrator.lose_host("host", "it left the mesh")
     with pytest.raises(MoveRefused, match=r"^its host was lost: it left the mesh$"):
         mesh.begin_return("m")
 
@@ -185,7 +189,7 @@ def test_a_home_that_hosts_others_has_room_for_everything_that_comes_home() -> N
     begin(mesh.home, generation(PROMPT, "x", max_tokens=150))
     for _ in range(4):
         mesh.home.step()
-    mesh.home.lose_host("host", "gone")
+    mesh.home.migrator.lose_host("host", "gone")
     assert mesh.home.load().num_blocks >= 256 // SIZE
     told = drain(mesh.home)
     assert told.failed == {}

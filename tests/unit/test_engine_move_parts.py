@@ -6,12 +6,12 @@ import torch
 from engine_moves import SIZE, Mesh, begin, core_of, drain, generation, model_of, prompt_of
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_host import MemoryHost
 
 from libs.engine.errors import NotYet
 from libs.engine.forward.ragged import lent_part
 from libs.engine.forward.remote_kv import Hosts, result_now
 from libs.engine.hosting.calls import ANSWERED, BeginStep, HostedCall, MoveBlocks, Settle
-from libs.engine.hosting.memory_host import MemoryHost
 from libs.engine.hosting.port import Answer, HostLost
 from libs.engine.memory.pool import SlotRows
 from libs.engine.meter import Meter
@@ -169,17 +169,17 @@ def test_a_piece_on_its_way_home_is_waited_for_without_standing_still() -> None:
         hosted.run_all()
 
     host = MemoryHost("host", "home", ask, lambda: None)
-    mesh.home.move(lambda moves: moves.begin(placed, host, None))
+    mesh.home.migrator.begin(placed, host, None)
     mesh.switch("m")
     num_blocks = mesh.begin_return("m")
     late = True
     with pytest.raises(NotYet):
-        mesh.home.move(lambda moves: moves.copy_some("m", 1 << 30))
+        mesh.home.migrator.copy_some("m", 1 << 30)
     with pytest.raises(NotYet):
-        mesh.home.move(lambda moves: moves.copy_some("m", 1 << 30))
+        mesh.home.migrator.copy_some("m", 1 << 30)
     late = False
     run()
-    progress = mesh.home.move(lambda moves: moves.copy_some("m", 1 << 30))
+    progress = mesh.home.migrator.copy_some("m", 1 << 30)
     assert progress.num_left_blocks == 0
     assert progress.num_copied_bytes == num_blocks * mesh.home.pool.layout.block_bytes
     mesh.switch("m")
@@ -196,12 +196,12 @@ def test_of_blocks_that_nobody_holds_the_last_used_few_outlive_a_move(
     for kind in range(4):
         begin(mesh.home, generation(prompt_of(60, kind), f"s{kind}", max_tokens=2))
         drain(mesh.home)
-    names = mesh.home.ledger.allocator.names()
+    names = mesh.home.sequences.allocator.names()
     assert len(names) == 4 * 7
     monkeypatch.setattr(layout, "_CACHED_BYTES", 10 * mesh.home.pool.layout.block_bytes)
     assert mesh.begin(heads_of(0, 4, (1,)), "m") == 10
     mesh.switch("m")
-    kept = mesh.home.ledger.allocator.names()
+    kept = mesh.home.sequences.allocator.names()
     assert len(kept) == 10
     assert set(kept) >= set(names[-7:])
     step = mesh.home.step()
@@ -233,9 +233,9 @@ def test_slots_are_copied_and_cleared_in_place(dtype: torch.dtype) -> None:
 def test_a_move_is_named_by_its_own_id() -> None:
     mesh = Mesh(core_of(model_of("gqa")))
     mesh.begin(heads_of(0, 4, (1,)), "m")
-    mesh.home.move(lambda moves: moves.cancel("other"))
-    assert mesh.home.moves.is_under_way
+    mesh.home.migrator.cancel("other")
+    assert mesh.home.migrator.is_under_way
     assert (
-        mesh.home.moves.home_blocks_with(Placed(move_id="n", module=whole_layers(0, 2), worker="host"))
+        mesh.home.migrator.layout.capacity_with(Placed(move_id="n", module=whole_layers(0, 2), worker="host"))
         == 2 * 120
     )

@@ -50,7 +50,7 @@ def test_weights_that_came_with_a_module_count() -> None:
 
 def test_as_many_blocks_are_granted_as_can_be_spared() -> None:
     host = HostScene(MODEL, num_blocks=100)
-    host.owner.held = set(range(90))
+    host.own.held = set(range(90))
     assert open_at(host, whole_layers(0, 1), 1000) == 40
     assert host.pool.num_blocks == 90
     with pytest.raises(NoRoom, match="0 blocks of"):
@@ -60,7 +60,7 @@ def test_as_many_blocks_are_granted_as_can_be_spared() -> None:
 @pytest.mark.parametrize("wanted", [2**63, 2**64 - 1])
 def test_more_blocks_than_any_machine_has_are_as_many_as_can_be_spared(wanted: int) -> None:
     host = HostScene(MODEL, num_blocks=100)
-    host.owner.held = set(range(90))
+    host.own.held = set(range(90))
     with pytest.raises(NoRoom, match="40 blocks of"):
         open_at(host, whole_layers(0, 1), wanted, least=wanted)
     assert open_at(host, whole_layers(0, 1), wanted) == 40
@@ -68,7 +68,7 @@ def test_more_blocks_than_any_machine_has_are_as_many_as_can_be_spared(wanted: i
 
 def test_a_guest_that_needs_more_than_can_be_spared_changes_nothing() -> None:
     host = HostScene(MODEL, num_blocks=100)
-    host.owner.min_blocks = 60
+    host.own.min_free = 60
     with pytest.raises(
         NoRoom, match=r"80 blocks of .* 81 are asked for; its own sequences need 60 .* or more KV memory"
     ):
@@ -80,7 +80,7 @@ def test_a_guest_that_needs_more_than_can_be_spared_changes_nothing() -> None:
 
 def test_where_nothing_is_free_it_is_said_what_holds_the_memory_and_what_to_do() -> None:
     host = HostScene(MODEL, num_blocks=100)
-    host.owner.held = set(range(90))
+    host.own.held = set(range(90))
     open_at(host, whole_layers(0, 1), 40)
     taken = re.escape(f"{host.modules.num_bytes / (1 << 20):.1f} MiB")
     with pytest.raises(
@@ -134,23 +134,23 @@ def test_a_call_between_two_layers_never_writes_where_its_module_was() -> None:
 
 def test_own_live_blocks_keep_their_content_while_guests_come_and_go() -> None:
     host = HostScene(MODEL, num_blocks=40)
-    host.owner.held = {3, 20, 39}
-    for block in host.owner.held:
+    host.own.held = {3, 20, 39}
+    for block in host.own.held:
         host.pool.blocks[block] = float(block)
     open_at(host, whole_layers(0, 3), 40)
     kv = torch.randn(40, 9, 2, BLOCK_SIZE, 16)
     host.ask(WriteBlocks("m0", None, np.arange(40), kv))
     assert host.pool.num_blocks == 10
-    assert sorted(float(host.pool.blocks[block].max()) for block in host.owner.held) == [3.0, 20.0, 39.0]
+    assert sorted(float(host.pool.blocks[block].max()) for block in host.own.held) == [3.0, 20.0, 39.0]
     assert torch.equal(host.ask(ReadBlocks("m0", None, np.arange(40))), kv)
     host.modules.close_guest("home")
-    assert sorted(float(host.pool.blocks[block].min()) for block in host.owner.held) == [3.0, 20.0, 39.0]
+    assert sorted(float(host.pool.blocks[block].min()) for block in host.own.held) == [3.0, 20.0, 39.0]
 
 
 @given(data=st.data())
 def test_guests_never_share_memory_and_all_of_it_comes_back(data: st.DataObject) -> None:
     host = HostScene(MODEL, num_blocks=60)
-    host.owner.min_blocks = data.draw(st.integers(1, 60))
+    host.own.min_free = data.draw(st.integers(1, 60))
     contents: dict[tuple[str, str], torch.Tensor] = {}
     for number in range(data.draw(st.integers(1, 12))):
         if data.draw(st.booleans()) and contents:
@@ -175,7 +175,7 @@ def test_guests_never_share_memory_and_all_of_it_comes_back(data: st.DataObject)
             kv = torch.full((granted, 3 * len(module.layers), 2, BLOCK_SIZE, 16), float(number + 1))
             host.ask(WriteBlocks(move_id, None, np.arange(granted), kv), guest)
             contents[guest, move_id] = kv
-        assert host.pool.num_blocks >= host.owner.least_blocks()
+        assert host.pool.num_blocks >= host.own.min_blocks()
         host.pool.blocks.fill_(-1.0)
         for (guest, move_id), kv in contents.items():
             assert torch.equal(host.ask(ReadBlocks(move_id, None, np.arange(len(kv))), guest), kv)

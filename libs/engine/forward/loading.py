@@ -17,7 +17,7 @@ from libs.engine.forward.runner import Layerwise, Runner, leaving
 from libs.engine.memory.pool import BlockLayout
 from libs.engine.scheduling.scheduler import Chunk, Limits, loading_chunk
 from libs.engine.scheduling.sequence import Arrivals, Sequence, SequenceState
-from libs.engine.scheduling.sequence_table import Ledger
+from libs.engine.scheduling.sequence_table import SequenceTable
 
 
 class LoadingStep:
@@ -59,8 +59,8 @@ class LoadingStep:
 class LoadingSteps:
     """Steps of loading sequences that have begun and are not over, at most one for each."""
 
-    def __init__(self, ledger: Ledger, runner: Runner) -> None:
-        self._ledger, self._runner = ledger, runner
+    def __init__(self, sequences: SequenceTable, runner: Runner) -> None:
+        self._sequences, self._runner = sequences, runner
         self._steps: dict[Sequence, LoadingStep] = {}
         self.is_paused = False
         """None begins, so that those under way come to an end."""
@@ -86,14 +86,14 @@ class LoadingSteps:
             return self._steps[sequence]
         if self.is_paused:
             return None
-        arrivals = self._ledger.arrivals(sequence)
+        arrivals = self._sequences.arrivals(sequence)
         chunk = loading_chunk(sequence, limits) if arrivals.is_whole(self._runner.first_layer) else None
         if chunk is None:
             return None
-        span = self._ledger.place(chunk, now)
+        span = self._sequences.place(chunk, now)
         batch: RaggedBatch | None = None
         if span.end > span.first:
-            batch = ragged_batch(self._ledger.rows, [], [span], limits.block_size)
+            batch = ragged_batch(self._sequences.rows, [], [span], limits.block_size)
             layers = self._runner.layerwise(batch, leaving([chunk]))
         else:
             layers = self._runner.copy_out_layerwise(leaving([chunk]))
@@ -107,7 +107,7 @@ class LoadingSteps:
     def end(self, step: LoadingStep) -> None:
         """The step is over, so all KV has come."""
         del self._steps[step.span.sequence]
-        self._ledger.loaded(step.span.sequence)
+        self._sequences.loaded(step.span.sequence)
 
 
 class Incoming:
@@ -115,13 +115,13 @@ class Incoming:
 
     def __init__(
         self,
-        ledger: Ledger,
+        sequences: SequenceTable,
         loading: LoadingSteps,
         kv: WholeKv,
         whole: BlockLayout,
         wrote: Callable[[Iterable[int]], None],
     ) -> None:
-        self._ledger, self._loading, self._kv, self._wrote = ledger, loading, kv, wrote
+        self._sequences, self._loading, self._kv, self._wrote = sequences, loading, kv, wrote
         self._num_layers, self._num_heads = kv.placement.num_layers, kv.placement.num_kv_heads
         self._shape = (self._num_heads, 2, whole.block_size, whole.head_dim)
         self._dtype = whole.dtype
@@ -131,12 +131,12 @@ class Incoming:
 
         Blocks found by name are skipped: others read them. Raises BadBlocks for a wrong shape or place.
         """
-        sequence = self._ledger.sequences.get(sequence_id)
+        sequence = self._sequences.by_id.get(sequence_id)
         if sequence is None or (sequence.is_begun and not sequence.is_loading):
             return False
         self._check(layer, blocks)
         end = first_block + len(blocks)
-        arrivals = self._ledger.arrivals(sequence)
+        arrivals = self._sequences.arrivals(sequence)
         if first_block < 0 or end > arrivals.end_block:
             raise BadBlocks(
                 f"blocks {first_block} to {end} of {sequence_id!r}, which takes {arrivals.end_block} blocks"
@@ -151,7 +151,7 @@ class Incoming:
             self._wrote(sequence.blocks[start:end])
             arrivals.add(layer, start, end)
         if sequence.is_loading and arrivals.are_complete and not self._loading.has_begun(sequence):
-            self._ledger.loaded(sequence)
+            self._sequences.loaded(sequence)
         return True
 
     def _check(self, layer: int, blocks: torch.Tensor) -> None:

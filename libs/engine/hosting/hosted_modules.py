@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace as replaced
-from typing import Protocol
 
 import structlog
 import torch
@@ -28,26 +27,6 @@ from libs.model.model import Layer, Model
 from libs.placement.module import Module, ModuleKind
 from libs.placement.placement import BadPlacement, Hosted, all_home, check_module
 
-
-class OwnPool(Protocol):
-    """The host's own blocks and those who hold them."""
-
-    def least_blocks(self) -> int:
-        """Blocks that the engine cannot spare: those that sequences hold now, and never fewer than one
-        sequence of full length takes."""
-        ...
-
-    def resize(self, num_blocks: int | None) -> None:
-        """Makes the pool `num_blocks`, or as many as its memory holds. Preempts nobody: blocks that are held
-        only by name go first.
-
-        Raises:
-            NoRoom: sequences hold more.
-            NotYet: a step is under way that knows blocks by their ids; nothing was changed.
-        """
-        ...
-
-
 _MIB = 1 << 20
 _MAX_CALLS = 4096  # of one guest, not begun: a home waits for its answers, so it has far fewer
 
@@ -62,21 +41,23 @@ class HostedModules:
     """All guests of one engine. Owned by the engine's thread, but for `put`.
 
     `model` is the host's own, which lends its weights to guests with the same model; replace it when layers
-    leave it or come back. `worker` names this host in errors.
+    leave it or come back. `min_own_blocks` and `resize_own` are those of the host's `KvLayout`. `worker`
+    names this host in errors.
     """
 
     def __init__(
         self,
         model: Model,
         pool: Pool,
-        own_pool: OwnPool,
         attention_factory: AttentionFactory,
         *,
+        min_own_blocks: Callable[[], int],
+        resize_own: Callable[[int | None], None],
         worker: str = "host",
     ) -> None:
         self.model = model
-        self._pool = pool
-        self._own_pool = own_pool
+        self.pool = pool
+        self._min_own_blocks, self._resize_own = min_own_blocks, resize_own
         self._attention_factory = attention_factory
         self._worker = worker
         self._guests: dict[str, Guest] = {}
@@ -134,7 +115,7 @@ class HostedModules:
         model = self._guest_model(module, layers)
         config = self.model.config
         layout = BlockLayout(
-            module.slots(config.num_kv_heads), self._pool.layout.block_size, config.head_dim, self.model.dtype
+            module.slots(config.num_kv_heads), self.pool.layout.block_size, config.head_dim, self.model.dtype
         )
         granted = self._grant(layout.block_bytes, weight_bytes, num_blocks_wanted, num_blocks_least)
         region = self._take(granted * layout.block_bytes + weight_bytes)
@@ -153,7 +134,7 @@ class HostedModules:
         """Takes the pages of a module's KV, which its first steps would have to wait for; from any thread."""
         known = self._guests.get(guest)
         if known is not None and (one := known.modules.get(move_id)) is not None:
-            self._pool.touch(one.region, one.kv.num_blocks * one.kv.layout.block_bytes)
+            self.pool.touch(one.region, one.kv.num_blocks * one.kv.layout.block_bytes)
 
     def close(self, guest: str, move_id: str) -> None:
         """Frees a module; the own pool gets its memory. Idempotent. Raises NotYet: ask again."""
@@ -162,11 +143,11 @@ class HostedModules:
             one = known.modules.pop(move_id, None)
             if one is not None:
                 self._stop_using(known, one)
-                self._pool.take_back(one.region)
+                self.pool.take_back(one.region)
             if not known.modules:
                 self._forget(known, "its modules were closed")
         self._note_hosted()
-        self._own_pool.resize(None)
+        self._resize_own(None)
 
     def close_guest(self, guest: str) -> None:
         """Frees all that a home has here, and fails what it waits for. Idempotent.
@@ -176,10 +157,10 @@ class HostedModules:
         known = self._guests.get(guest)
         if known is not None:
             for one in known.modules.values():
-                self._pool.take_back(one.region)
+                self.pool.take_back(one.region)
             self._forget(known, "it was closed")
         self._note_hosted()
-        self._own_pool.resize(None)
+        self._resize_own(None)
 
     def end(self, why: str) -> None:
         """Nothing runs here any more; whoever waits hears why."""
@@ -259,12 +240,12 @@ class HostedModules:
 
     def _grant(self, block_bytes: int, weight_bytes: int, wanted: int, least: int) -> int:
         """As many blocks as can be spared, at most `wanted`. Raises NoRoom below `least`."""
-        own_least, layout = self._own_pool.least_blocks(), self._pool.layout
-        wanted = min(wanted, self._pool.num_bytes // block_bytes)  # the asker's number may be any
+        own_least, layout = self._min_own_blocks(), self.pool.layout
+        wanted = min(wanted, self.pool.num_bytes // block_bytes)  # the asker's number may be any
 
         def is_too_much(num_blocks: int) -> bool:
             num_bytes = num_blocks * block_bytes + weight_bytes
-            return self._pool.capacity(layout, num_given_up_bytes=num_bytes) < own_least
+            return self.pool.capacity(layout, num_given_up_bytes=num_bytes) < own_least
 
         granted = bisect_left(range(1, wanted + 1), True, key=is_too_much)
         if granted < max(1, least):
@@ -278,15 +259,15 @@ class HostedModules:
 
     def _held_words(self, own_least: int) -> str:
         """What this worker's memory is needed for."""
-        own = f"its own sequences need {own_least} of its {self._pool.num_blocks} blocks"
+        own = f"its own sequences need {own_least} of its {self.pool.num_blocks} blocks"
         others = f", and modules of others have {self.num_bytes / _MIB:.1f} MiB there" if self._hosted else ""
         return f"{own} (those that run now, and room for one of full length){others}"
 
     def _take(self, num_bytes: int) -> Region:
-        left = self._pool.capacity(self._pool.layout, num_given_up_bytes=num_bytes)
-        if left < self._pool.num_blocks:
-            self._own_pool.resize(left)
-        return self._pool.give_up(num_bytes)
+        left = self.pool.capacity(self.pool.layout, num_given_up_bytes=num_bytes)
+        if left < self.pool.num_blocks:
+            self._resize_own(left)
+        return self.pool.give_up(num_bytes)
 
     def _note_hosted(self) -> None:
         self._hosted = tuple(

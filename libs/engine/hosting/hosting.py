@@ -4,32 +4,38 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from libs.engine.core import EngineCore
 from libs.engine.hosting.calls import HostedCall
+from libs.engine.hosting.hosted_modules import HostedModules
 from libs.engine.hosting.port import Answer
-from libs.engine.thread import EngineThread
+from libs.engine.memory.pool import Pool
 from libs.model.model import Layer
 from libs.placement.module import Module
 from libs.placement.placement import Hosted
 
-Ask = Callable[[Callable[[EngineCore], Any]], Awaitable[Any]]
+Ask = Callable[[Callable[[HostedModules], Any]], Awaitable[Any]]
 """Does something on the engine's thread; gives what it returned, raises what it raised, and EngineClosed."""
 
 
 class Hosting:
     """Methods are called on the event loop of the engine, but for `call`, which any thread may."""
 
-    def __init__(self, thread: EngineThread, ask: Ask) -> None:
-        self._thread, self._ask = thread, ask
+    def __init__(
+        self,
+        ask: Ask,
+        call: Callable[[str, HostedCall, Answer], None],
+        hosted: Callable[[], tuple[Hosted, ...]],
+    ) -> None:
+        self._ask = ask
+        self.call = call
+        """Queues a call of this guest after those it made before; the answer is given when it is done. Never
+        waits."""
+        self.hosted = hosted
+        """All modules here."""
 
     @property
     def num_bytes(self) -> int:
         """Memory that all modules take here, KV and weights."""
         return sum(one.num_bytes for one in self.hosted())
-
-    def hosted(self) -> tuple[Hosted, ...]:
-        """All modules here."""
-        return self._thread.hosted()
 
     async def open(
         self,
@@ -52,8 +58,8 @@ class Hosting:
             NoRoom: too few blocks can be spared.
         """
 
-        def act(core: EngineCore) -> tuple[int, EngineCore]:
-            granted = core.hosted.open(
+        def act(modules: HostedModules) -> tuple[int, HostedModules]:
+            granted = modules.open(
                 guest,
                 move_id,
                 module,
@@ -62,28 +68,24 @@ class Hosting:
                 layers=layers,
                 weight_bytes=weight_bytes,
             )
-            return granted, core
+            return granted, modules
 
-        num_blocks, core = await self._ask(act)
-        await asyncio.to_thread(core.hosted.touch, guest, move_id)
+        num_blocks, modules = await self._ask(act)
+        await asyncio.to_thread(modules.touch, guest, move_id)
         return int(num_blocks)
-
-    def call(self, guest: str, call: HostedCall, answer: Answer) -> None:
-        """Do it after what this guest asked before; `answer` is given when it is done. Never waits."""
-        self._thread.call_hosted(guest, call, answer)
 
     async def close(self, guest: str, move_id: str) -> None:
         """Frees a module. Unknown ones are ignored."""
-        await self._free(lambda core: core.hosted.close(guest, move_id))
+        await self._free(lambda modules: modules.close(guest, move_id))
 
     async def close_guest(self, guest: str) -> None:
         """Frees all that this guest has here, and fails what it waits for."""
-        await self._free(lambda core: core.hosted.close_guest(guest))
+        await self._free(lambda modules: modules.close_guest(guest))
 
-    async def _free(self, act: Callable[[EngineCore], None]) -> None:
-        def free(core: EngineCore) -> EngineCore:
-            act(core)
-            return core
+    async def _free(self, act: Callable[[HostedModules], None]) -> None:
+        def free(modules: HostedModules) -> Pool:
+            act(modules)
+            return modules.pool
 
-        core: EngineCore = await self._ask(free)
-        await asyncio.to_thread(core.pool.touch_own)
+        pool: Pool = await self._ask(free)
+        await asyncio.to_thread(pool.touch_own)

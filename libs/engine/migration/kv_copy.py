@@ -79,13 +79,13 @@ class Staging:
 _PIECE_BYTES = 8 << 20
 """Read or written at once where no one sets a limit."""
 _MAX_ASKED = 2
-"""Pieces on their way home: one is read at the host while another one travels."""
+"""Inbound pieces: one is read at the host while another one travels."""
 _GONE = -1
 """In place of a block that is over; no block has this id."""
 
 
 class KvCopy(Protocol):
-    """One direction of a move. `live` are the blocks that somebody holds or can find, each time."""
+    """One direction of a migration. `live` are the blocks that somebody holds or can find, each time."""
 
     num_bytes: int
     """Copied so far."""
@@ -112,21 +112,21 @@ class KvCopy(Protocol):
         ...
 
     def fill(self, live: set[int]) -> None:
-        """Puts what came home into its place, under the new layout."""
+        """Puts what was copied into its place in the pool, under the new layout."""
         ...
 
 
-class KvAway:
-    """From the pool to the host. Lent blocks take nothing with them."""
+class OutboundCopy:
+    """From the pool to the host. Remote blocks take nothing with them."""
 
     def __init__(
         self, pool: Pool, hosts: Hosts, placed: Placed, live: Iterable[int], num_kv_heads: int
     ) -> None:
         self.num_bytes = 0
         self._pool, self._hosts, self._placed = pool, hosts, placed
-        self._is_lent = placed.module.kind is ModuleKind.TOKENS
+        self._is_remote = placed.module.kind is ModuleKind.TOKENS
         self._slots = placed.module.slots(num_kv_heads)
-        self._dirty = DirtyBlocks(() if self._is_lent else live)
+        self._dirty = DirtyBlocks(() if self._is_remote else live)
 
     def num_left(self, live: set[int]) -> int:
         """See KvCopy."""
@@ -134,7 +134,7 @@ class KvAway:
 
     def wrote(self, blocks: Iterable[int]) -> None:
         """See KvCopy."""
-        if not self._is_lent:
+        if not self._is_remote:
             self._dirty.add(blocks)
 
     def rename(self, moved: Mapping[int, int]) -> None:
@@ -163,8 +163,8 @@ class KvAway:
         """See KvCopy. Nothing came."""
 
 
-class KvHome:
-    """From the host to a memory beside the pool; into the pool once its blocks have room for it."""
+class InboundCopy:
+    """From the host to memory beside the pool; into the pool once its blocks have room for it."""
 
     def __init__(
         self, pool: Pool, hosts: Hosts, placed: Placed, live: Iterable[int], num_kv_heads: int
@@ -172,8 +172,8 @@ class KvHome:
         self.num_bytes = 0
         self._pool, self._hosts, self._placed = pool, hosts, placed
         self._slots = placed.module.slots(num_kv_heads)
-        self._is_lent = placed.module.kind is ModuleKind.TOKENS
-        blocks = [block for block in live if block >= self._first_lent]
+        self._is_remote = placed.module.kind is ModuleKind.TOKENS
+        blocks = [block for block in live if block >= self._first_remote]
         self._dirty = DirtyBlocks(blocks)
         self._staging = Staging()
         self._asked = deque[tuple[list[int], Answer]]()
@@ -184,7 +184,7 @@ class KvHome:
 
     def wrote(self, blocks: Iterable[int]) -> None:
         """See KvCopy."""
-        self._dirty.add(block for block in blocks if block >= self._first_lent)
+        self._dirty.add(block for block in blocks if block >= self._first_remote)
 
     def rename(self, moved: Mapping[int, int]) -> None:
         """See KvCopy. What is on its way was asked for before the host heard of it."""
@@ -218,14 +218,14 @@ class KvHome:
         self._staging.fill(self._pool.blocks, [place[slot] for slot in self._slots], live)
 
     @property
-    def _first_lent(self) -> int:
-        """Of a module of lent blocks, the home's id of its first one; others have all ids."""
-        return self._pool.num_blocks if self._is_lent else 0
+    def _first_remote(self) -> int:
+        """Of a module of remote blocks, its owner's id of the first one; others have all ids."""
+        return self._pool.num_blocks if self._is_remote else 0
 
     def _ask_ahead(self, max_bytes: int, live: set[int]) -> None:
         num_blocks = max(1, max_bytes // _bytes_of(self._pool, self._slots))
         while len(self._asked) < _MAX_ASKED and (blocks := self._dirty.take(num_blocks, live)):
-            ids = np.array(blocks, dtype=np.int64) - self._first_lent
+            ids = np.array(blocks, dtype=np.int64) - self._first_remote
             call = ReadBlocks(self._placed.move_id, None, ids)
             self._asked.append((blocks, self._hosts.call(self._placed.worker, call)))
 

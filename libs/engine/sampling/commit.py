@@ -7,12 +7,12 @@ from libs.engine.outputs import StepOutput, TokenOutput
 from libs.engine.sampling.sampler import NOT_FINITE, Sampled, sample
 from libs.engine.scheduling.scheduler import Chunk
 from libs.engine.scheduling.sequence import Sequence
-from libs.engine.scheduling.sequence_table import Ledger
+from libs.engine.scheduling.sequence_table import SequenceTable
 from libs.request.outcome import FailureReason
 
 
 def commit(
-    ledger: Ledger,
+    table: SequenceTable,
     decodes: list[Sequence],
     chunks: list[Chunk[Sequence]],
     spans: list[Span],
@@ -24,22 +24,22 @@ def commit(
     sampled = None
     chosen = [*decodes, *(span.sequence for span in spans if span.end > span.first and span.wants_token)]
     if batch is not None and logits is not None:
-        sampled = sample(logits, ledger.rows, batch.rows, chosen)
-        ledger.rows.append(batch.rows, sampled.token_ids)
+        sampled = sample(logits, table.rows, batch.rows, chosen)
+        table.rows.append(batch.rows, sampled.token_ids)
     for sequence in decodes:
-        ledger.computed(sequence, sequence.num_tokens)
+        table.computed(sequence, sequence.num_tokens)
     for chunk, span in zip(chunks, spans, strict=True):
         chunk.sequence.num_handed_blocks += chunk.num_handed_blocks
-        ledger.computed(span.sequence, span.end)
+        table.computed(span.sequence, span.end)
     if sampled is not None:
-        _take_tokens(ledger, chosen, sampled, output)
+        _take_tokens(table, chosen, sampled, output)
 
 
-def _take_tokens(ledger: Ledger, chosen: list[Sequence], sampled: Sampled, output: StepOutput) -> None:
+def _take_tokens(table: SequenceTable, chosen: list[Sequence], sampled: Sampled, output: StepOutput) -> None:
     for index, (sequence, token_id) in enumerate(zip(chosen, sampled.token_ids.tolist(), strict=True)):
         if token_id == NOT_FINITE:
             reason, detail = FailureReason.INTERNAL, "the model's logits are NaN"
-            output.failed.append(ledger.fail(sequence, reason, detail))
+            output.failed.append(table.fail(sequence, reason, detail))
             continue
         finish = sequence.append(token_id)
         token = TokenOutput(
@@ -54,4 +54,4 @@ def _take_tokens(ledger: Ledger, chosen: list[Sequence], sampled: Sampled, outpu
         sequence.is_first_token = False
         (output.prompts_done if sequence.hand_over else output.tokens).append(token)
         if finish is not None or sequence.hand_over:
-            ledger.end(sequence)
+            table.end(sequence)

@@ -5,8 +5,9 @@
         └───────────┴── begin ──┘           ▼ │
                                         preempted
 
-`adopt` goes the same way as `begin`. Every state may go to finished: an end frees everything. A sequence
-begun while its KV is still being written `is_loading` in waiting and running, until all of it is there.
+`start_decode` goes the same way as `begin`. Every state may go to finished: an end frees everything. A
+sequence begun while its KV is still being written `is_loading` in waiting and running, until all of it is
+there.
 """
 
 from enum import Enum, auto

@@ -36,8 +36,9 @@ _SEQUENCES_PER_SEAT = 4
 """Sequences held at once per sequence of a step: begun ones that wait cost memory, and gain nothing."""
 
 
-class Ledger:
-    """All sequences and all blocks. Its owner calls the operations; each leaves the books balanced."""
+class SequenceTable:
+    """All sequences and all blocks; each operation leaves them consistent. `Engine` states the contract of
+    `reserve`, `begin`, `start_decode` and `abort`."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Ledger:
         self.max_len = min(settings.max_model_len, num_blocks * settings.block_size)
         self.allocator = BlockAllocator(num_blocks)
         self.rows = Rows(blocks_for(self.max_len, settings.block_size))
-        self.sequences: dict[str, Sequence] = {}
+        self.by_id: dict[str, Sequence] = {}
         self.by_age: list[Sequence] = []
         """Those that were begun, oldest first."""
         self.is_short_of_blocks = False
@@ -66,7 +67,7 @@ class Ledger:
 
     def get(self, sequence_id: str) -> Sequence:
         """Raises UnknownSequence."""
-        sequence = self.sequences.get(sequence_id)
+        sequence = self.by_id.get(sequence_id)
         if sequence is None:
             raise UnknownSequence(sequence_id)
         return sequence
@@ -78,7 +79,7 @@ class Ledger:
         short.
         """
         num_tokens = self._check(generation, sequence_id)
-        if len(self.sequences) >= _SEQUENCES_PER_SEAT * self.settings.max_num_seqs:
+        if len(self.by_id) >= _SEQUENCES_PER_SEAT * self.settings.max_num_seqs:
             return None
         if self.is_short_of_blocks and self.by_age:
             return None
@@ -94,7 +95,7 @@ class Ledger:
         sequence.blocks = hits + self.allocator.allocate(num_new)
         sequence.num_found_blocks = sequence.num_named_blocks = len(hits)
         self._num_arrived += 1
-        self.sequences[sequence_id] = sequence
+        self.by_id[sequence_id] = sequence
         return Reservation(sequence_id, sequence.num_blocks, len(hits))
 
     def begin(
@@ -102,11 +103,11 @@ class Ledger:
         sequence_id: str,
         *,
         num_computed_tokens: int,
-        hand_over: bool,
-        first_block: int,
+        hand_over: bool = False,
+        first_block: int = 0,
         awaits_kv: bool = False,
     ) -> None:
-        """The scheduler may take it; KV of `num_computed_tokens` is there, or with `awaits_kv` will be."""
+        """Lets the scheduler take it; KV of `num_computed_tokens` is there, or with `awaits_kv` will be."""
         sequence = self.get(sequence_id)
         if not 0 <= num_computed_tokens <= min(sequence.num_tokens, sequence.num_blocks * self.block_size):
             raise BadBlocks(
@@ -131,8 +132,9 @@ class Ledger:
         sequence.is_loading, sequence.arrivals = False, None
         self.computed(sequence, sequence.num_computed)
 
-    def adopt(self, sequence_id: str, first: TokenOutput) -> bool:
-        """Joins with all its KV and its first token. False where it is over with that token.
+    def start_decode(self, sequence_id: str, first: TokenOutput) -> SequenceFailed | None:
+        """Takes in a sequence with all its KV and its first token. Returns a failure where the limits of this
+        engine end it with that token and `first` did not say so.
 
         Raises WrongState where not all KV can be there, or the token is not the next one.
         """
@@ -149,10 +151,19 @@ class Ledger:
         sequence.is_first_token = False
         finish = sequence.append(first.token_id)
         self.rows.set_tokens(sequence)
-        if first.finish is not None or finish is not None:
+        if first.finish is None and finish is None:
+            return None
+        self.end(sequence)
+        if first.finish is not None:
+            return None
+        detail = f"the sequence is over for this engine, whose limit is {self.max_len} tokens"
+        return SequenceFailed(sequence_id, FailureReason.INTERNAL, detail)
+
+    def abort(self, sequence_id: str) -> None:
+        """Ends a sequence from any state. Unknown ids are ignored."""
+        sequence = self.by_id.get(sequence_id)
+        if sequence is not None:
             self.end(sequence)
-            return False
-        return True
 
     def end(self, sequence: Sequence) -> None:
         """From any state; everything it held is free, named blocks can still be found. So can those whose KV
@@ -167,7 +178,7 @@ class Ledger:
         self.rows.give_back(sequence)
         self.allocator.release(sequence.blocks)
         sequence.blocks = []
-        self.sequences.pop(sequence.id, None)
+        self.by_id.pop(sequence.id, None)
 
     def fail(self, sequence: Sequence, reason: FailureReason, detail: str) -> SequenceFailed:
         """Ends it, and says why."""
@@ -176,7 +187,7 @@ class Ledger:
 
     def next_deadline(self) -> float | None:
         """Unix seconds of the earliest deadline of all sequences."""
-        deadlines = (sequence.generation.deadline_unix_seconds for sequence in self.sequences.values())
+        deadlines = (sequence.generation.deadline_unix_seconds for sequence in self.by_id.values())
         return min(deadlines, default=None)
 
     def expire(self, now: float) -> list[SequenceFailed]:
@@ -184,7 +195,7 @@ class Ledger:
         deadline = self.next_deadline()
         if deadline is None or deadline > now:
             return []
-        late = [one for one in self.sequences.values() if one.generation.deadline_unix_seconds <= now]
+        late = [one for one in self.by_id.values() if one.generation.deadline_unix_seconds <= now]
         detail = "its deadline passed in the engine"
         return [self.fail(one, FailureReason.DEADLINE, detail) for one in late]
 
@@ -219,7 +230,7 @@ class Ledger:
     @property
     def num_reserved_blocks(self) -> int:
         """Blocks held by sequences that were not begun, and so cannot be preempted."""
-        return len({block for one in self.sequences.values() if not one.is_begun for block in one.blocks})
+        return len({block for one in self.by_id.values() if not one.is_begun for block in one.blocks})
 
     def preempt_youngest(self) -> None:
         """Takes the blocks of the youngest begun sequence that holds some."""
@@ -236,7 +247,7 @@ class Ledger:
         self.allocator.resize(num_blocks, moved)
         if not moved:
             return
-        for sequence in self.sequences.values():
+        for sequence in self.by_id.values():
             sequence.blocks = [moved.get(block, block) for block in sequence.blocks]
             if sequence.row >= 0:
                 self.rows.set_blocks(sequence, 0)
@@ -258,7 +269,7 @@ class Ledger:
         return WorkerLoad(
             num_running=num_running,
             num_waiting=len(self.by_age) - num_running,
-            num_reserved=len(self.sequences) - len(self.by_age),
+            num_reserved=len(self.by_id) - len(self.by_age),
             num_waiting_tokens=sum(one.num_tokens - one.num_computed for one in prompts),
             num_blocks=self.allocator.num_blocks,
             num_used_blocks=self.allocator.num_used,
@@ -268,7 +279,7 @@ class Ledger:
 
     def _check(self, generation: Generation, sequence_id: str) -> int:
         """Raises what makes this generation impossible; else its number of tokens."""
-        if sequence_id in self.sequences:
+        if sequence_id in self.by_id:
             raise DuplicateSequence(f"sequence {sequence_id!r} is here already; an attempt needs its own id")
         if math.isnan(generation.deadline_unix_seconds):
             raise InvalidSequence(f"the deadline of sequence {sequence_id!r} is NaN; give unix seconds")

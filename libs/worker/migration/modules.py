@@ -50,7 +50,7 @@ class Modules:
         self._migrations = Migrations(
             runtime,
             settings,
-            engine.moving,
+            engine.migrations,
             roster,
             metrics,
             engine.hosting.hosted,
@@ -60,11 +60,11 @@ class Modules:
             slot_bytes=block_shape_of(model, settings.block_size).num_bytes // model.config.num_kv_heads,
             max_model_len=max_model_len_of(settings, model),
         )
-        engine.moving.listen(self._migrations.placement_changed)
+        engine.migrations.listen(self._migrations.placement_changed)
         metrics.watch(
             engine.hosting.hosted,
-            epoch=lambda: engine.moving.placement.epoch,
-            num_away=lambda: len(engine.moving.placement.placed),
+            epoch=lambda: engine.migrations.placement.epoch,
+            num_away=lambda: len(engine.migrations.placement.placed),
         )
         self._server: HostingServer | None = None
 
@@ -85,7 +85,7 @@ class Modules:
 
     def denial(self) -> MoveDenied | None:
         """Why this worker cannot become another now: modules would have to move first."""
-        hosted, placement = self._engine.hosting.hosted(), self._engine.moving.placement
+        hosted, placement = self._engine.hosting.hosted(), self._engine.migrations.placement
         if hosted:
             detail = f"it hosts {len(hosted)} modules, of {', '.join(sorted({one.home for one in hosted}))}"
         elif placement.placed:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from libs.engine.errors import NoRoom
 from libs.engine.hosting.port import HostLost
-from libs.engine.moving import Moving
+from libs.engine.migration.live_migration import LiveMigration
 from libs.model.layer_weights import layer_tensors, layer_weight_bytes
 from libs.model.model import Model
 from libs.placement.placement import Placed
@@ -76,7 +76,7 @@ class Outbound:
 
     def __init__(
         self,
-        engine: Moving,
+        engine: LiveMigration,
         connect: Callable[[], Awaitable[RemoteHost]],
         placed: Placed,
         *,
@@ -157,7 +157,7 @@ class Outbound:
 class Inbound:
     """Home again. `find` gives the Link that stands, if it does."""
 
-    def __init__(self, engine: Moving, find: Callable[[], RemoteHost | None], placed: Placed) -> None:
+    def __init__(self, engine: LiveMigration, find: Callable[[], RemoteHost | None], placed: Placed) -> None:
         self._engine, self._find, self._placed = engine, find, placed
         self.num_weight_bytes = 0  # they are read where the model was loaded from
         self._beginning = _Beginning()

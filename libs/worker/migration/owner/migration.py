@@ -11,7 +11,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from libs.bus.messages.migration import MoveRecord
 from libs.engine.errors import EngineError
-from libs.engine.moving import Moving
+from libs.engine.migration.live_migration import LiveMigration
 from libs.model.errors import ModelError
 from libs.placement.phases import MovePhase, can_abandon, is_over
 from libs.placement.placement import BadPlacement
@@ -104,7 +104,7 @@ class Migration:
     def __init__(
         self,
         record: MoveRecord,
-        engine: Moving,
+        engine: LiveMigration,
         direction: Direction,
         pace: Pace,
         on_change: Callable[[MoveRecord], None],

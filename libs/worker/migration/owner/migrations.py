@@ -22,7 +22,7 @@ from libs.bus.messages.migration import (
 from libs.bus.subscriptions import Subscription
 from libs.engine.errors import EngineClosed, EngineError
 from libs.engine.hosting.port import HostLost
-from libs.engine.moving import Moving
+from libs.engine.migration.live_migration import LiveMigration
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Hosted, Placed, Placement
@@ -57,7 +57,7 @@ class Migrations:
         self,
         runtime: Runtime,
         settings: WorkerSettings,
-        engine: Moving,
+        engine: LiveMigration,
         roster: Roster,
         metrics: MigrationMetrics,
         hosted: Callable[[], tuple[Hosted, ...]],

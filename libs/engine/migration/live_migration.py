@@ -1,25 +1,32 @@
-"""Moves of the own instance's modules, as services see them; `libs.engine.migration.migrations` does them."""
+"""Live migration of this instance's modules as services see it; on the engine's thread `Migrator` does it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Protocol
 
+from libs.cost.load import WorkerLoad
 from libs.engine.hosting.port import Host
-from libs.engine.migration.migrations import Moves
+from libs.engine.migration.migrator import Migrator
 from libs.engine.outputs import CopyProgress, Switched
-from libs.engine.thread import EngineThread
 from libs.model.model import Model
 from libs.placement.placement import Placed, Placement
 
-Ask = Callable[..., Awaitable[Any]]
-"""Does something on the engine's thread; see `Command`."""
+
+class Ask(Protocol):
+    """Does something on the engine's thread between two steps, or `in_step` also between two layers."""
+
+    async def __call__(
+        self, act: Callable[[Migrator], Any], in_step: Callable[[Migrator], Any] | None = None
+    ) -> Any:
+        """What `act` returns; raises what it raises."""
+        ...
 
 
-class Moving:
+class LiveMigration:
     """Methods are called on the event loop of the engine. All raise EngineClosed, EngineDied."""
 
-    def __init__(self, thread: EngineThread, ask: Ask, placement: Placement) -> None:
-        self._thread, self._ask = thread, ask
+    def __init__(self, ask: Ask, load: Callable[[], WorkerLoad], placement: Placement) -> None:
+        self._ask, self._load = ask, load
         self.placement = placement
         """Where the instance's modules are, as of the last change that listeners heard."""
         self._listeners: list[Callable[[Placement, str], None]] = []
@@ -38,41 +45,42 @@ class Moving:
     @property
     def num_total_blocks(self) -> int:
         """Blocks of the pool, as of the last step."""
-        return self._thread.load.num_blocks
+        return self._load().num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, as of the last step; blocks only kept by name are free."""
-        return self._thread.load.num_blocks - self._thread.load.num_used_blocks
+        """Blocks that nobody holds, as of the last step; blocks kept by hash only are free."""
+        load = self._load()
+        return load.num_blocks - load.num_used_blocks
 
     async def model_here(self) -> Model:
-        """The model, less the layers whose weights are away."""
-        model: Model = await self._ask(lambda core: core.model)
+        """The model, less the layers whose weights are elsewhere."""
+        model: Model = await self._ask(lambda migrator: migrator.model)
         return model
 
     async def capacity_with(self, placed: Placed) -> int:
-        """Blocks that this worker's own memory would hold after that move: what to ask the host for.
+        """Blocks that this worker's own memory would hold after that migration: what to ask the host for.
 
-        Of lent blocks: those here, without any lent. Raises BadPlacement.
+        Of remote blocks: those here, without any remote ones. Raises BadPlacement.
         """
-        num_blocks: int = await self._ask(lambda core: core.moves.home_blocks_with(placed))
+        num_blocks: int = await self._ask(lambda migrator: migrator.layout.capacity_with(placed))
         return num_blocks
 
     async def begin_move(self, placed: Placed, host: Host, *, model_after: Model | None = None) -> int:
         """A module begins to move to `host`, which holds `placed.num_blocks` for it; returns the blocks to
         copy. `model_after` where its weights travel: the model without them.
 
-        One move at a time. From now on `copy_some` until little is left, then `switch`; or `cancel_move`.
-        Raises MoveRefused, BadPlacement.
+        One migration at a time. From now on `copy_some` until little is left, then `switch`; or
+        `cancel_move`. Raises MoveRefused, BadPlacement.
         """
-        num_blocks: int = await self._move(lambda moves: moves.begin(placed, host, model_after))
+        num_blocks: int = await self._ask(lambda migrator: migrator.begin(placed, host, model_after))
         return num_blocks
 
     async def begin_return(self, move_id: str, *, model_after: Model | None = None) -> int:
-        """The module that this move brought away begins to come home; goes on as after `begin_move`.
+        """The module of this migration begins to move back from its host; goes on as after `begin_move`.
         `model_after` where its weights had travelled: the model with them. Raises MoveRefused.
         """
-        num_blocks: int = await self._move(lambda moves: moves.begin_return(move_id, model_after))
+        num_blocks: int = await self._ask(lambda migrator: migrator.begin_return(move_id, model_after))
         return num_blocks
 
     async def copy_some(self, move_id: str, max_bytes: int) -> CopyProgress:
@@ -81,35 +89,31 @@ class Moving:
         Raises MoveRefused, HostLost.
         """
         progress: CopyProgress = await self._ask(
-            lambda core: core.move(lambda moves: moves.copy_some(move_id, max_bytes)),
-            in_step=lambda core: core.moves.copy_in_step(move_id, max_bytes),
+            lambda migrator: migrator.copy_some(move_id, max_bytes),
+            in_step=lambda migrator: migrator.copy_in_step(move_id, max_bytes),
         )
         return progress
 
     async def switch(self, move_id: str) -> Switched:
         """Between two steps: the last of the KV, the new layout, the new placement.
 
-        Waits until no step is put aside; cancel the move to end the wait. Raises MoveRefused, HostLost.
+        Waits until no step is put aside; cancel the migration to end the wait. Raises MoveRefused, HostLost.
         """
-        switched, pool = await self._ask(
-            lambda core: (core.move(lambda moves: moves.switch(move_id)), core.pool)
-        )
+        switched: Switched
+        switched, pool = await self._ask(lambda migrator: (migrator.switch(move_id), migrator.layout.pool))
         await asyncio.to_thread(pool.touch_own)  # where weights left, the pool got memory never used before
-        return cast("Switched", switched)
+        return switched
 
     async def cancel_move(self, move_id: str) -> None:
-        """Nothing moves; no effect where it has switched, or never began."""
-        await self._move(lambda moves: moves.cancel(move_id))
+        """Ends the migration; no effect where it has switched, or never began."""
+        await self._ask(lambda migrator: migrator.cancel(move_id))
 
     async def lose_host(self, worker: str, why: str) -> None:
-        """A host is gone: its modules are home again, without their KV.
+        """A host is gone: its modules are back here, without their KV.
 
         Sequences are computed again from their tokens; those that await KV from outside fail with PEER_LOST.
         No effect where it hosts nothing. Weights that travelled are read again on the engine's thread, which
         runs no step for as long as that takes: some 0.3 to 2 s. Where they cannot be read again the engine
         ends, with WeightsLost, and all sequences fail with PEER_LOST.
         """
-        await self._ask(lambda core: core.lose_host(worker, why))
-
-    async def _move(self, act: Callable[[Moves], Any]) -> Any:
-        return await self._ask(lambda core: core.move(act))
+        await self._ask(lambda migrator: migrator.lose_host(worker, why))
