@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from memory_host import MemoryHost
 
 from libs.engine.errors import NotYet
-from libs.engine.forward.ragged import lent_part
 from libs.engine.forward.remote_kv import Hosts, result_now
 from libs.engine.hosting.calls import ANSWERED, BeginStep, HostedCall, MoveBlocks, Settle
+from libs.engine.hosting.hosted_step import highest_block
 from libs.engine.hosting.port import Answer, HostLost
+from libs.engine.hosting.split_context import split_context
 from libs.engine.memory.pool import SlotRows
 from libs.engine.meter import Meter
 from libs.engine.migration import layout
@@ -49,8 +50,8 @@ def test_blocks_written_last_are_copied_last() -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[BeginStep, int]:
-    """Sequences with queries at their ends, in blocks drawn at random, and the first lent block."""
+def steps(draw: st.DrawFn) -> BeginStep:
+    """Sequences with queries at their ends, in blocks drawn at random."""
     ids = draw(st.permutations(range(24)))
     tables, contexts, queries = [], [], []
     for number in range(draw(st.integers(1, 4))):
@@ -63,38 +64,41 @@ def steps(draw: st.DrawFn) -> tuple[BeginStep, int]:
     table = np.array(tables, dtype=np.int32)
     slots = table[rows, positions // SIZE].astype(np.int64) * SIZE + positions % SIZE
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-    step = BeginStep(
+    return BeginStep(
         positions, slots, table, np.array(contexts, dtype=np.int32), starts, max(queries), max(contexts), None
     )
-    return step, draw(st.integers(0, 24))
 
 
-@given(steps())
-def test_each_query_sees_exactly_the_tokens_before_it_that_lie_at_home(drawn: tuple[BeginStep, int]) -> None:
-    step, first_lent = drawn
-    part = lent_part(step, first_lent, SIZE, torch.device("cpu"))
+@given(steps(), st.integers(0, 24), st.integers(0, 24))
+def test_each_query_sees_exactly_the_tokens_before_it_that_lie_in_these_blocks(
+    step: BeginStep, first: int, num_blocks: int
+) -> None:
+    part = split_context(step, first, first + num_blocks, SIZE, torch.device("cpu"))
     rows = np.repeat(np.arange(len(step.context_lens)), np.diff(step.query_starts))
     expected = [
         [
-            int(block) * SIZE + offset
+            (int(block) - first) * SIZE + offset
             for block, start in zip(step.block_tables[row], range(0, 5 * SIZE, SIZE), strict=True)
             for offset in range(SIZE)
-            if block < first_lent and start + offset <= position
+            if first <= block < first + num_blocks and start + offset <= position
         ]
         for row, position in zip(rows, step.positions, strict=True)
     ]
-    if part is None:
-        used = [block for row in range(len(step.context_lens)) for block in _used(step, row)]
-        assert max(used) < first_lent
-        return
     seen = [
         [int(table[place // SIZE]) * SIZE + place % SIZE for place in range(context)]
-        for table, context in zip(part.seen.block_tables, part.seen.context_lens.tolist(), strict=True)
+        for table, context in zip(part.batch.block_tables, part.batch.context_lens.tolist(), strict=True)
     ]
     assert seen == expected
-    own = step.slots < first_lent * SIZE
-    assert part.tokens.tolist() == np.flatnonzero(own).tolist()
-    assert part.slots.tolist() == step.slots[own].tolist()
+    slots = step.slots - first * SIZE
+    here = (slots >= 0) & (slots < num_blocks * SIZE)
+    assert part.tokens.tolist() == np.flatnonzero(here).tolist()
+    assert part.slots.tolist() == slots[here].tolist()
+
+
+@given(steps())
+def test_the_highest_block_of_a_step_is_one_that_it_reads(step: BeginStep) -> None:
+    used = [block for row in range(len(step.context_lens)) for block in _used(step, row)]
+    assert highest_block(step, SIZE) == max(used)
 
 
 def _used(step: BeginStep, row: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""The arrays of one step: decodes first, one token each, then prompt chunks; no padding between tokens."""
+"""The arrays of one step: decodes first, one token each, then prompt chunks; no padding between tokens.
+
+`StepTensors` are the same where the model is, and as hosts hear them.
+"""
 
 from collections.abc import Sequence as Rowwise
 from dataclasses import dataclass
@@ -9,6 +12,8 @@ from numpy.typing import NDArray
 
 from kernels.paged_attention.contract import AttentionBatch
 from libs.engine.hosting.calls import BeginStep
+from libs.engine.hosting.hosted_step import highest_block
+from libs.engine.hosting.split_context import ContextPart, split_context
 from libs.engine.scheduling.rows import Rows
 from libs.engine.scheduling.sequence import Sequence
 from libs.model.rotary import Rotary
@@ -109,64 +114,23 @@ def _slots(table: Rows, rows: Int64, positions: Int64, block_size: int) -> Int64
 
 
 @dataclass(frozen=True, eq=False)
-class LentPart:
-    """The home's part of a step some of whose blocks are lent."""
-
-    tokens: torch.Tensor
-    """int64: which of the step's tokens have their KV at home, and where."""
-    slots: torch.Tensor
-    seen: AttentionBatch
-    """One sequence per query, of the blocks at home that it sees: so causality is a matter of lengths."""
-
-
-def lent_part(step: BeginStep, first_lent: int, block_size: int, device: torch.device) -> LentPart | None:
-    """None where no block of the step is lent.
-
-    Only the block of a query's own position can be partly filled for it, and it is the last of its table;
-    so what is left of the table still is full blocks, and then at most one that is not.
-    """
-    lens = np.diff(step.query_starts)
-    sequence = np.repeat(np.arange(len(lens)), lens)
-    tables = step.block_tables[sequence]
-    starts = np.arange(tables.shape[1]) * block_size
-    num_tokens = np.clip(step.positions[:, None] + 1 - starts, 0, block_size)
-    is_own = tables < first_lent
-    if is_own[num_tokens > 0].all():
-        return None
-    contexts = (num_tokens * is_own).sum(axis=1)
-    # Own blocks to the front, in order; what follows them is not read.
-    order = np.argsort(~is_own | (num_tokens == 0), axis=1, kind="stable")
-    own_tables = np.take_along_axis(tables, order, axis=1)
-    longest = int(contexts.max())
-    tokens = np.flatnonzero(step.slots < first_lent * block_size)
-    seen = AttentionBatch(
-        torch.from_numpy(np.ascontiguousarray(own_tables[:, : max(1, -(-longest // block_size))])).to(device),
-        torch.from_numpy(contexts.astype(np.int32)).to(device),
-        torch.arange(len(sequence) + 1, dtype=torch.int32, device=device),
-        max_query_len=1,
-        max_context_len=longest,
-    )
-    return LentPart(
-        torch.from_numpy(tokens).to(device), torch.from_numpy(step.slots[tokens]).to(device), seen
-    )
-
-
-@dataclass(frozen=True, eq=False)
 class StepTensors:
-    """Shared by all layers of one step. `lent` None: every block of it lies at home."""
+    """Shared by all layers of one step. `own` is this worker's part of a step that uses remote blocks; None:
+    every block lies here."""
 
     rotary: Rotary
     slots: torch.Tensor
     attention: AttentionBatch
-    told: BeginStep
-    lent: LentPart | None = None
+    begin: BeginStep
+    """The step as hosts hear of it."""
+    own: ContextPart | None = None
 
 
 def step_tensors(
-    batch: RaggedBatch, rotary: Rotary, device: torch.device, *, first_lent: int | None, block_size: int
+    batch: RaggedBatch, rotary: Rotary, device: torch.device, *, num_own_blocks: int | None, block_size: int
 ) -> StepTensors:
-    """Of a batch; block ids from `first_lent` on are lent, None: none is."""
-    told = BeginStep(
+    """Of a batch; block ids from `num_own_blocks` on are remote, None: none is."""
+    begin = BeginStep(
         batch.positions,
         batch.slots,
         batch.block_tables,
@@ -183,8 +147,10 @@ def step_tensors(
         batch.max_query_len,
         batch.max_context_len,
     )
-    lent = None if first_lent is None else lent_part(told, first_lent, block_size, device)
-    return StepTensors(rotary, on_device(batch.slots, device), attention, told, lent)
+    own = None
+    if num_own_blocks is not None and highest_block(begin, block_size) >= num_own_blocks:
+        own = split_context(begin, 0, num_own_blocks, block_size, device)
+    return StepTensors(rotary, on_device(batch.slots, device), attention, begin, own)
 
 
 def on_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -160,13 +160,13 @@ class WholeKv:
         return rows, [column for column, _ in here], [source for _, source in here]
 
     def _parts(self, layers: range, blocks: Int64) -> Iterator[_Part]:
-        num_heads, first_lent = self.placement.num_kv_heads, self._pool.num_blocks
+        num_heads, first_remote = self.placement.num_kv_heads, self._pool.num_blocks
         for placed in self.placement.placed:
             module = placed.module
             rows, ids = np.arange(len(blocks)), blocks
             if module.kind is ModuleKind.TOKENS:
-                rows = np.flatnonzero(blocks >= first_lent)
-                ids = blocks[rows] - first_lent
+                rows = np.flatnonzero(blocks >= first_remote)
+                ids = blocks[rows] - first_remote
             shared = [layer for layer in module.layers if layer in layers]
             if not shared or not len(rows):
                 continue

@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 from kernels.paged_attention.contract import PagedAttention
 from libs.engine.forward.ragged import RaggedBatch, StepTensors, on_device, step_tensors
 from libs.engine.forward.remote_kv import WholeKv
-from libs.engine.forward.split_attention import HeadsAttention, LayerAttention, LentAttention, WholeAttention
+from libs.engine.forward.split_attention import (
+    HeadsAttention,
+    LayerAttention,
+    RemoteBlocksAttention,
+    WholeAttention,
+)
 from libs.engine.hosting.calls import RunLayers
 from libs.engine.memory.pool import Pool
 from libs.engine.outputs import LayerOutput
@@ -101,7 +106,7 @@ class Runner:
         home = self._kv.placement.home
         own = [layer for run in self._runs if run.worker == home and not run.move_id for layer in run.layers]
         self._attention_of = {layer: self._attention(layer) for layer in own}
-        self._first_lent = self._pool.num_blocks if self._kv.placement.lent() else None
+        self._num_own_blocks = self._pool.num_blocks if self._kv.placement.lent() else None
 
     def run(self, batch: RaggedBatch, hand_overs: Rowwise[HandOver]) -> torch.Tensor | None:
         """float32 logits `[N, vocab]` of the rows that want them, None where none does.
@@ -124,11 +129,11 @@ class Runner:
         hidden = model.embed(on_device(batch.token_ids, device))
         rotary = model.rotary(on_device(batch.positions, device))
         block_size = self._pool.layout.block_size
-        step = step_tensors(batch, rotary, device, first_lent=self._first_lent, block_size=block_size)
+        step = step_tensors(batch, rotary, device, num_own_blocks=self._num_own_blocks, block_size=block_size)
         for run in self._runs:
             if run.move_id:
                 yield from run.layers
-                hidden = self._run_away(run, hidden, step, hand_overs)
+                hidden = self._run_hosted(run, hidden, step, hand_overs)
                 continue
             for layer in run.layers:
                 q, k, v = model.attention_inputs(layer, hidden, rotary)
@@ -163,11 +168,11 @@ class Runner:
                 self._hand_over(range(layer, layer + 1), hand_overs)
         return None
 
-    def _run_away(
+    def _run_hosted(
         self, run: LayerRun, hidden: torch.Tensor, step: StepTensors, hand_overs: Rowwise[HandOver]
     ) -> torch.Tensor:
-        """Whole layers, by the host that has them."""
-        self._hosts.begin(run.worker, step.told)
+        """Whole layers, run by the host that has them."""
+        self._hosts.begin(run.worker, step.begin)
         answer = self._hosts.call(run.worker, RunLayers(run.move_id, hidden))
         self._hand_over(run.layers, hand_overs)
         hidden = self._hosts.wait(run.worker, answer).to(hidden.device)
@@ -193,8 +198,8 @@ class Runner:
         placement, config = self._kv.placement, self.model.config
         kv = self._pool.layer(layer)
         own = WholeAttention(self.attention, kv, self._scale)
-        if lent := placement.lent():
-            return LentAttention(self.attention, kv, self._scale, self._hosts, layer, lent[0])
+        if remote := placement.lent():
+            return RemoteBlocksAttention(self.attention, kv, self._scale, self._hosts, layer, remote[0])
         if not (away := placement.heads_away(layer)):
             return own
         return HeadsAttention(

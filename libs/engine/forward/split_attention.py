@@ -1,4 +1,4 @@
-"""Attention of one layer that home runs, whoever holds parts of its KV.
+"""Attention of one layer that runs here, wherever parts of its KV lie.
 
 `store` writes keys and values, and lets hosts begin; what it returns attends here meanwhile, waits for them
 and joins the parts.
@@ -42,7 +42,7 @@ class WholeAttention:
 
 
 class HeadsAttention:
-    """Some KV heads are away. Heads know nothing of each other, so their results stand side by side."""
+    """Some KV heads are at hosts. Heads know nothing of each other, so their results stand side by side."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class HeadsAttention:
     def _ask(
         self, part: "_AwayHeads", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepTensors
     ) -> Answer:
-        self._hosts.begin(part.placed.worker, step.told)
+        self._hosts.begin(part.placed.worker, step.begin)
         call = Attend(
             part.placed.move_id,
             self._layer,
@@ -92,8 +92,8 @@ class HeadsAttention:
         return self._hosts.call(part.placed.worker, call)
 
 
-class LentAttention:
-    """Some blocks may be lent: both sides attend to what they hold, and the parts are merged."""
+class RemoteBlocksAttention:
+    """Some blocks may be remote: both sides attend to what they hold, and the parts are merged."""
 
     def __init__(
         self,
@@ -102,27 +102,27 @@ class LentAttention:
         scale: float,
         hosts: Hosts,
         layer: int,
-        lent: Placed,
+        remote: Placed,
     ) -> None:
         self._attention, self._kv, self._scale = attention, kv, scale
         self._whole = WholeAttention(attention, kv, scale)
-        self._hosts, self._layer, self._lent = hosts, layer, lent
+        self._hosts, self._layer, self._remote = hosts, layer, remote
 
     def store(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepTensors) -> Attended:
         """See LayerAttention."""
-        part, worker = step.lent, self._lent.worker
+        part, worker = step.own, self._remote.worker
         if part is None:
             return self._whole.store(q, k, v, step)
-        self._hosts.begin(worker, step.told)
+        self._hosts.begin(worker, step.begin)
         call = AttendLent(
-            self._lent.move_id, self._layer, len(self._kv), q.contiguous(), k.contiguous(), v.contiguous()
+            self._remote.move_id, self._layer, len(self._kv), q.contiguous(), k.contiguous(), v.contiguous()
         )
         answer = self._hosts.call(worker, call)
         if len(part.tokens):
             self._attention.write_kv(k[part.tokens], v[part.tokens], self._kv, part.slots)
 
         def attended() -> torch.Tensor:
-            own, own_lse = self._attention.attend_with_lse(q, self._kv, part.seen, self._scale)
+            own, own_lse = self._attention.attend_with_lse(q, self._kv, part.batch, self._scale)
             theirs = self._hosts.wait(worker, answer).to(q.device)
             return merge_attended([own, theirs[..., :-1]], [own_lse, theirs[..., -1]])[0]
 

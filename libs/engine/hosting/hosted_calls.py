@@ -18,8 +18,8 @@ from libs.engine.hosting.calls import (
     WriteBlocks,
 )
 from libs.engine.hosting.hosted_step import BadCall, HostedStep
-from libs.engine.hosting.lent_context import lent_context
 from libs.engine.hosting.owner import Guest, HostedModule
+from libs.engine.hosting.split_context import ContextPart, split_context
 from libs.model.config import ModelConfig
 from libs.placement.module import ModuleKind
 
@@ -49,7 +49,7 @@ class HostedCalls:
             case Attend():
                 return self._attend(guest, call)
             case AttendLent():
-                return self._attend_lent(guest, call)
+                return self._attend_remote(guest, call)
             case WriteBlocks():
                 guest.any_module(call.move_id).kv.write(call.layer, call.blocks, call.kv)
             case ReadBlocks():
@@ -93,22 +93,30 @@ class HostedCalls:
         here.attention.write_kv(k, v, kv, step.slots)
         return here.attention.attend(q, kv, step.batch, self._scale)
 
-    def _attend_lent(self, guest: Guest, call: AttendLent) -> torch.Tensor:
+    def _attend_remote(self, guest: Guest, call: AttendLent) -> torch.Tensor:
         here = guest.module(call.move_id, ModuleKind.TOKENS)
         step, kv = guest.step, here.kv.layer(call.layer)
         if step is None:
             raise BadCall("no step was begun")
         q, k, v = self._heads(call, step, kv.shape[1])
-        if here.lent is None or here.lent[:2] != (step, call.first_block):
-            context = lent_context(
-                step.begun, call.first_block, here.kv.num_blocks, here.kv.layout.block_size, kv.device
-            )
-            here.lent = (step, call.first_block, context)
-        lent = here.lent[2]
-        if len(lent.tokens):
-            here.attention.write_kv(k[lent.tokens], v[lent.tokens], kv, lent.slots)
-        attended, lse = here.attention.attend_with_lse(q, kv, lent.batch, self._scale)
+        part = self._context(here, step, call.first_block)
+        if len(part.tokens):
+            here.attention.write_kv(k[part.tokens], v[part.tokens], kv, part.slots)
+        attended, lse = here.attention.attend_with_lse(q, kv, part.batch, self._scale)
         return torch.cat([attended.to(torch.float32), lse[..., None]], dim=-1)
+
+    def _context(self, here: HostedModule, step: HostedStep, first_block: int) -> ContextPart:
+        """The module's part of a step, the same for all layers. Raises BadCall where the step has higher ids
+        than the module has blocks."""
+        if here.context is None or here.context[:2] != (step, first_block):
+            end_block = first_block + here.kv.num_blocks
+            if first_block < 0 or step.end_block > end_block:
+                raise BadCall(
+                    f"blocks up to {step.end_block - 1} from {first_block} on; {here.kv.num_blocks} are lent"
+                )
+            part = split_context(step.begun, first_block, end_block, self._block_size, self._device)
+            here.context = (step, first_block, part)
+        return here.context[2]
 
     def _heads(
         self, call: Attend | AttendLent, step: HostedStep, num_kv_heads: int

@@ -31,8 +31,7 @@ class HostedStep:
             int(begun.context_lens.max(initial=0)),
         )
         self.last_tokens = None if begun.last_tokens is None else tensor_of(begun.last_tokens, device)
-        used = begun.block_tables[used_blocks(begun, block_size)]
-        self.end_block = 1 + int(max(used.max(initial=-1), begun.slots.max(initial=-1) // block_size))
+        self.end_block = 1 + highest_block(begun, block_size)
         """Behind the highest block that the step reads or writes."""
         self._rotary: Rotary | None = None
         self._device = device
@@ -49,6 +48,12 @@ def used_blocks(begun: BeginStep, block_size: int) -> NDArray[np.bool_]:
     counts = -(-begun.context_lens // block_size)
     used: NDArray[np.bool_] = np.arange(begun.block_tables.shape[1])[None] < counts[:, None]
     return used
+
+
+def highest_block(begun: BeginStep, block_size: int) -> int:
+    """The highest block id that the step reads or writes; -1 where there is none."""
+    used = begun.block_tables[used_blocks(begun, block_size)]
+    return int(max(used.max(initial=-1), begun.slots.max(initial=-1) // block_size))
 
 
 def tensor_of(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from kernels.paged_attention.contract import PagedAttention
 from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.hosted_step import BadCall, HostedStep, tensor_of
-from libs.engine.hosting.lent_context import LentContext
 from libs.engine.hosting.port import Answer, HostLost
+from libs.engine.hosting.split_context import ContextPart
 from libs.engine.memory.arena import Region
 from libs.engine.memory.pool import BlockLayout, layer_spans, shaped
 from libs.model.model import Model
@@ -84,8 +84,8 @@ class HostedModule:
     model: Model | None
     """With the weights of the module's layers and no others; None where no weights are needed."""
     uses_own_weights: bool
-    lent: tuple[HostedStep, int, LentContext] | None = None
-    """Of the last step that asked."""
+    context: tuple[HostedStep, int, ContextPart] | None = None
+    """Of remote blocks: the step and first block that it was split for last, and their part of it."""
 
 
 @dataclass(eq=False)
