@@ -59,7 +59,7 @@ class EngineCore:
 
     `on_layers` hears KV to hand over while a step runs; `between_layers` is called after each layer, and may
     call `incoming.write` and `migrator.copy_in_step` and run pieces of `hosted`, nothing else. `wait`, which
-    waits for hosts, may do the first and the last of these; `away` measures it.
+    waits for hosts, may do the first and the last of these; `waiting` measures that time.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EngineCore:
         between_layers: Callable[[], None] = _ignore_pause,
         on_placement: Callable[[Placement, str], None] = _ignore_placement,
         wait: Wait = result_now,
-        away: Meter | None = None,
+        waiting: Meter | None = None,
     ) -> None:
         config = model.config
         placement = all_home(home, config.num_layers, config.num_kv_heads)
@@ -94,7 +94,7 @@ class EngineCore:
         self._clock = clock
         self._has_just_loaded = self._has_measured = False
         self._on_layers = on_layers
-        self._kv = WholeKv(self.pool, Hosts(wait, away or Meter()), placement)
+        self._kv = WholeKv(self.pool, Hosts(wait, waiting or Meter()), placement)
         self._runner = Runner(
             model,
             self.pool,

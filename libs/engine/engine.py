@@ -97,7 +97,7 @@ class Engine:
         self._settings = settings
         self._at_first = all_home(home, model.config.num_layers, model.config.num_kv_heads)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._away = Meter()
+        self._waiting = Meter()
         self._open: Callable[..., EngineCore] = lambda on_layers, between_layers: EngineCore(
             model,
             settings,
@@ -106,9 +106,9 @@ class Engine:
             clock=clock,
             on_layers=on_layers,
             between_layers=between_layers,
-            on_placement=self._tell_placement,
+            on_placement=self._post_placement,
             wait=self._wait,
-            away=self._away,
+            waiting=self._waiting,
         )
         self._thread: EngineThread | None = None
         self._hosting: Hosting | None = None
@@ -281,7 +281,7 @@ class Engine:
             raise EngineClosed("the engine was not started")
         return self._thread.wait(answer, self._settings.hosting_timeout_seconds, worker)
 
-    def _tell_placement(self, placement: Placement, lost: str) -> None:
+    def _post_placement(self, placement: Placement, lost: str) -> None:
         """On the engine's thread."""
         if self._loop is None:
             return
@@ -305,7 +305,7 @@ class Engine:
             tokens_per_second=tokens_per_second,
             hosted_busy_share=self._thread.meter.hosted_share(),
             num_hosted_bytes=sum(one.num_bytes for one in self._thread.hosted()),
-            away_share=self._away.rates()[0],
+            away_share=self._waiting.rates()[0],
         )
 
     def prefill_cost(self) -> PrefillCost:

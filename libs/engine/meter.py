@@ -47,7 +47,7 @@ class Meter:
             self._began = None
 
     def hosted(self, seconds: float) -> None:
-        """A guest had the device until now."""
+        """A hosted module had the device until now."""
         with self._lock:
             now = self._clock()
             self._add(_Spent(now - seconds, now, is_hosted=True))
@@ -70,7 +70,7 @@ class Meter:
             return min(1.0, busy / WINDOW_SECONDS), num_tokens / WINDOW_SECONDS
 
     def hosted_share(self) -> float:
-        """The part of the busy seconds per second that guests had."""
+        """The part of the busy seconds per second that hosted modules had."""
         with self._lock:
             now = self._clock()
             self._forget(now)

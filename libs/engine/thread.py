@@ -143,12 +143,12 @@ class EngineThread:
         finally:
             self._is_between_layers = is_between_layers
 
-    def call_hosted(self, guest: str, call: HostedCall, answer: Answer) -> None:
-        """Queues what a guest asks of its modules here; from any thread, never waits."""
+    def call_hosted(self, owner: str, call: HostedCall, answer: Answer) -> None:
+        """Queues a call of an owner to its modules here; from any thread, never waits."""
         if self._core is None:
             answer.fail(HostLost("", "the engine is not open"))
             return
-        self._core.hosted.put(guest, call, answer)
+        self._core.hosted.put(owner, call, answer)
         self.mailbox.wake()
 
     def hosted(self) -> tuple[Hosted, ...]:
@@ -180,7 +180,7 @@ class EngineThread:
         self._end(core, end)
 
     def _end(self, core: EngineCore | None, end: Post) -> None:
-        """Sequences, guests and commands are told at once, that the thread has ended when its Links have."""
+        """Sequences, owners and commands are told at once, that the thread has ended when its Links have."""
         reason, detail = _why_ended(end.death)
         last = Post()
         try:
@@ -198,7 +198,7 @@ class EngineThread:
         is_idle, has_changed, has_retried = True, False, True
         while True:
             # What an idle step changed may be what a command waits for: it is tried once before the sleep. So
-            # may be what ended the sleep, and guests may leave no time for a step in between.
+            # may be what ended the sleep, and hosted work may leave no time for a step in between.
             is_at_rest = is_idle and (has_retried or not self._deferred)
             commands = self._take_commands(core, turns, is_at_rest=is_at_rest)
             if commands or has_changed or is_at_rest:
@@ -209,8 +209,8 @@ class EngineThread:
                 return
             if turns.debt_seconds:
                 continue
-            is_late = is_idle and core.seconds_to_deadline() == 0.0  # guests may have work without end
-            if not is_late and turns.run_guest(is_own_ready=not is_idle):
+            is_late = is_idle and core.seconds_to_deadline() == 0.0  # hosted work may have no end
+            if not is_late and turns.run_hosted(is_own_ready=not is_idle):
                 continue
             is_idle, has_changed = self._step(core, turns), True
 
@@ -294,7 +294,7 @@ class EngineThread:
         return leaving
 
     def _turn(self, core: EngineCore) -> None:
-        """Guests' calls come in, at once where there are guests."""
+        """Owners' calls come in, at once where there are owners."""
         if core.hosted.hosted():
             self.own_loop.turn()
         else:

@@ -59,7 +59,7 @@ class Kept:
     async def close(self, guest: str, move_id: str) -> None:
         self.modules.pop((guest, move_id), None)
 
-    async def close_guest(self, guest: str) -> None:
+    async def close_owner(self, guest: str) -> None:
         self.modules = {key: layers for key, layers in self.modules.items() if key[0] != guest}
 
     def hosted(self) -> tuple[Hosted, ...]:

@@ -166,7 +166,7 @@ async def test_a_host_that_closes_the_guest_is_lost_and_every_token_is_right() -
         await pair.away("a", "b", heads_of(0, 4, (0, 1)), "m")
         heard = pair.heard["a"]
         await heard.until(lambda: len(heard.ids("a3")) > 2)
-        await pair.engines["b"].hosting.close_guest("a")
+        await pair.engines["b"].hosting.close_owner("a")
         expected = unmoved("gqa", "a")
         await heard.until(lambda: all(len(heard.ids(one)) == len(ids) for one, ids in expected.items()))
         assert {one: heard.ids(one) for one in expected} == expected
@@ -253,7 +253,7 @@ async def test_an_engine_whose_weights_are_lost_ends_and_its_sequences_can_be_re
         assert await engine.reserve(generation(prompt_of(20, 1), "waits"), whole_prompt=True) is not None
         await heard.until(lambda: len(heard.ids("runs")) > 2)
         if is_in_step:
-            await pair.engines["b"].hosting.close_guest("a")
+            await pair.engines["b"].hosting.close_owner("a")
         else:
             with pytest.raises(WeightsLost, match=r"layers .1. were at the host b"):
                 await engine.migrations.lose_host("b", "its lease ended")

@@ -108,10 +108,10 @@ async def test_memory_comes_back_when_a_module_a_guest_or_all_is_closed() -> Non
         await hosting.close("home", "a")
         await hosting.close("home", "a")
         assert engine.num_total_blocks == 130
-        await hosting.close_guest("home")
-        await hosting.close_guest("nobody")
+        await hosting.close_owner("home")
+        await hosting.close_owner("nobody")
         assert engine.num_total_blocks == 150
-        await hosting.close_guest("other")
+        await hosting.close_owner("other")
         assert (engine.num_total_blocks, hosting.num_bytes) == (160, 0)
 
 
@@ -160,7 +160,7 @@ async def test_a_closed_engine_answers_guests_that_it_is_gone() -> None:
         with pytest.raises(HostLost):
             await ask(engine, Settle())
         with pytest.raises(EngineClosed):
-            await engine.hosting.close_guest("home")
+            await engine.hosting.close_owner("home")
 
 
 async def test_a_command_that_must_wait_is_tried_again_after_steps() -> None:

@@ -77,8 +77,8 @@ class HereAndNow:
     async def close(self, guest: str, move_id: str) -> None:
         self.scene.modules.close(guest, move_id)
 
-    async def close_guest(self, guest: str) -> None:
-        self.scene.modules.close_guest(guest)
+    async def close_owner(self, guest: str) -> None:
+        self.scene.modules.close_owner(guest)
 
     def hosted(self) -> tuple[Hosted, ...]:
         return self.scene.modules.hosted()
@@ -303,7 +303,7 @@ async def test_what_a_call_without_an_answer_breaks_is_told_by_the_next_answer(s
 async def test_calls_to_a_host_that_dropped_this_home_fail(stage: Stage) -> None:
     stage.open(whole_layers(1, 3))
     await stage.ask(Settle())
-    stage.there.modules.close_guest(GUEST)
+    stage.there.modules.close_owner(GUEST)
     with pytest.raises(HostLost):
         await stage.ask(Settle())
 

@@ -129,7 +129,7 @@ def test_a_step_is_told_once_and_again_after_another_one() -> None:
     for step in (some, some, other, some, some):
         hosts.begin("host", step)
     assert host.calls == [some, other, some]
-    hosts.tell_all(MoveBlocks(np.empty((2, 0), dtype=np.int64)))
+    hosts.call_all(MoveBlocks(np.empty((2, 0), dtype=np.int64)))
     assert len(host.calls) == 4
     hosts.keep([])
     with pytest.raises(HostLost, match="no Link"):

@@ -135,7 +135,7 @@ def test_a_guest_that_comes_late_after_whole_steps_does_not_either() -> None:
 def test_guests_have_the_device_alone_where_own_steps_have_nothing_to_do() -> None:
     scene = Scene()
     scene.guests.left = {"a": 3}
-    while scene.turns.run_guest(is_own_ready=False):
+    while scene.turns.run_hosted(is_own_ready=False):
         pass
     assert scene.guests.ran == ["a"] * 3
 

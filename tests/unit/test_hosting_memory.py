@@ -44,7 +44,7 @@ def test_weights_that_came_with_a_module_count() -> None:
     host = HostScene(MODEL, num_blocks=100)
     open_at(host, heads_of(0, 4, (1,)), 30, weight_bytes=7 * OWN_SLOTS * SLOT_BYTES)
     assert host.pool.num_blocks == 100 - 10 - 7
-    host.modules.close_guest("home")
+    host.modules.close_owner("home")
     assert host.pool.num_blocks == 100
 
 
@@ -108,12 +108,12 @@ def test_calls_that_wait_when_a_guest_is_closed_fail() -> None:
     host = HostScene(MODEL)
     open_at(host, whole_layers(0, 1), 10)
     waiting = host.put(ReadBlocks("m0", None, np.array([0])))
-    host.modules.close_guest("home")
+    host.modules.close_owner("home")
     with pytest.raises(HostLost, match="closed"):
         waiting.result()
     with pytest.raises(HostLost, match="no module of this home"):
         host.ask(ReadBlocks("m0", None, np.array([0])))
-    host.modules.close_guest("home")
+    host.modules.close_owner("home")
 
 
 def test_a_call_between_two_layers_never_writes_where_its_module_was() -> None:
@@ -143,7 +143,7 @@ def test_own_live_blocks_keep_their_content_while_guests_come_and_go() -> None:
     assert host.pool.num_blocks == 10
     assert sorted(float(host.pool.blocks[block].max()) for block in host.own.held) == [3.0, 20.0, 39.0]
     assert torch.equal(host.ask(ReadBlocks("m0", None, np.arange(40))), kv)
-    host.modules.close_guest("home")
+    host.modules.close_owner("home")
     assert sorted(float(host.pool.blocks[block].min()) for block in host.own.held) == [3.0, 20.0, 39.0]
 
 
@@ -180,5 +180,5 @@ def test_guests_never_share_memory_and_all_of_it_comes_back(data: st.DataObject)
         for (guest, move_id), kv in contents.items():
             assert torch.equal(host.ask(ReadBlocks(move_id, None, np.arange(len(kv))), guest), kv)
     for guest in "abc":
-        host.modules.close_guest(guest)
+        host.modules.close_owner(guest)
     assert (host.pool.num_blocks, host.pool.num_given_up_bytes, host.modules.hosted()) == (60, 0, ())

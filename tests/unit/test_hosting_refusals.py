@@ -99,7 +99,7 @@ def test_a_wrong_call_fails_its_guest_from_then_on_and_no_other(name: str) -> No
         host.modules.run_all()
         with pytest.raises(HostLost, match="the-host"):
             answer.result()
-    host.modules.close_guest("home")
+    host.modules.close_owner("home")
     opened(host, whole_layers(1, 3))
     assert host.ask(Settle()).numel() == 0
 

@@ -5,13 +5,13 @@ import pickle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.engine.hosting.device_turns import OWN, Turns
+from libs.engine.hosting.device_turns import OWN, FairQueue
 
 LONGEST = 1.0
 
 
 def test_two_that_always_have_work_alternate_when_their_pieces_are_alike() -> None:
-    turns = Turns()
+    turns = FairQueue()
     order = []
     for _ in range(6):
         order.append(turns.next([OWN, "guest"]))
@@ -20,7 +20,7 @@ def test_two_that_always_have_work_alternate_when_their_pieces_are_alike() -> No
 
 
 def test_long_pieces_are_paid_with_fewer_turns() -> None:
-    turns, counts = Turns(), {OWN: 0, "guest": 0}
+    turns, counts = FairQueue(), {OWN: 0, "guest": 0}
     for _ in range(400):
         name = turns.next([OWN, "guest"])
         counts[name] += 1
@@ -29,7 +29,7 @@ def test_long_pieces_are_paid_with_fewer_turns() -> None:
 
 
 def test_nobody_saves_up_turns_while_there_is_nothing_to_do() -> None:
-    turns = Turns()
+    turns = FairQueue()
     turns.next([OWN, "guest"])
     turns.charge("guest", 0.01)
     for _ in range(1000):
@@ -43,7 +43,7 @@ def test_nobody_saves_up_turns_while_there_is_nothing_to_do() -> None:
 
 
 def test_nobody_pays_for_what_ran_alone() -> None:
-    turns = Turns()
+    turns = FairQueue()
     for _ in range(100):
         turns.charge(turns.next([OWN]), 1.0)
     turns.charge(turns.next(["guest"]), 1.0)
@@ -56,7 +56,7 @@ def test_nobody_pays_for_what_ran_alone() -> None:
 
 def test_guests_that_stay_away_leave_nothing_behind() -> None:
     def size_after(num_guests: int) -> int:
-        turns = Turns()
+        turns = FairQueue()
         for number in range(num_guests):
             turns.charge(turns.next([f"guest-{number}"]), 3.0)
         for _ in range(5):
@@ -80,7 +80,7 @@ names = st.sampled_from([OWN, "a", "b", "c"])
 def test_whoever_has_work_all_the_time_gets_its_share(rounds: list[tuple[set[str], float]]) -> None:
     """`always` is ready throughout: nobody else gets more than it but for two pieces, and it gets its part of
     all that ran."""
-    turns = Turns()
+    turns = FairQueue()
     spent: dict[str, float] = {}
     for others, seconds in rounds:
         name = turns.next({"always"} | others)
@@ -95,7 +95,7 @@ def test_whoever_has_work_all_the_time_gets_its_share(rounds: list[tuple[set[str
 def test_who_comes_waits_for_one_piece_of_each_other_at_most(
     history: list[tuple[str, float]], seconds: float
 ) -> None:
-    turns = Turns()
+    turns = FairQueue()
     for name, cost in history:
         turns.charge(turns.next([name]), cost)
     everybody = [OWN, "a", "b", "c", "newcomer"]

@@ -25,10 +25,10 @@ def result_now(worker: str, answer: Answer) -> torch.Tensor:
 
 
 class Hosts:
-    """By incarnation. `away` measures how long was waited for them."""
+    """By incarnation. `waiting` measures the time spent waiting for their answers."""
 
-    def __init__(self, wait: Wait, away: Meter) -> None:
-        self._wait, self._away = wait, away
+    def __init__(self, wait: Wait, waiting: Meter) -> None:
+        self._wait, self._waiting = wait, waiting
         self._hosts: dict[str, Host] = {}
         self._begun: dict[str, BeginStep] = {}
 
@@ -64,7 +64,7 @@ class Hosts:
                 self.wait(worker, answer)
         return answer
 
-    def tell_all(self, call: HostedCall) -> None:
+    def call_all(self, call: HostedCall) -> None:
         """A small call without an answer, to every host. Does not wait."""
         for host in self._hosts.values():
             host.call(call)
@@ -73,11 +73,11 @@ class Hosts:
         """What the worker's call gave. Raises HostLost."""
         if answer.is_done:
             return answer.result()
-        self._away.begin()
+        self._waiting.begin()
         try:
             return self._wait(worker, answer)
         finally:
-            self._away.end(0)
+            self._waiting.end(0)
 
     def ask(self, worker: str, call: HostedCall) -> torch.Tensor:
         """Calls and waits. Raises HostLost."""

@@ -26,9 +26,15 @@ from libs.engine.scheduling.sequence import Sequence
 from libs.model.model import Model
 from libs.placement.placement import LayerRun
 
+Layerwise = Generator[int, None, torch.Tensor | None]
+"""A step that yields each layer before it touches the layer's KV; returns the logits."""
+
 
 class HandOverBudget:
-    """Counts what was handed out and not released. When nothing is on its way, one block may always leave."""
+    """How much KV may be on its way out at once: counts what was handed out and not released.
+
+    When nothing is on its way, one block may always leave.
+    """
 
     def __init__(self, limit_bytes: int, block_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -57,10 +63,6 @@ class HandOverBudget:
         if output in self._out:
             self._out.remove(output)
             self._out_bytes -= output.blocks.nbytes
-
-
-Layerwise = Generator[int, None, torch.Tensor | None]
-"""A step that yields each layer before it touches the layer's KV; returns the logits."""
 
 
 @dataclass(frozen=True)

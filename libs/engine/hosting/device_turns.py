@@ -1,11 +1,12 @@
-"""Who has the device at each moment: own steps, a guest, or, where its share is used up, nobody."""
+"""Who has the device at each moment: own steps, hosted modules, or, where its share is used up, nobody."""
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from libs.engine.hosting.hosted_modules import HostedModules
 from libs.engine.hosting.port import Answer, HostLost
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
@@ -13,10 +14,17 @@ from libs.engine.meter import Meter
 _LEAST_DEBT_SECONDS = 1e-6  # no sleep is so short
 BURST_SECONDS = 0.25
 """Busy seconds that an idle worker saves up."""
+OWN = ""
+"""The name of the own steps."""
 
 
 class DeviceShare:
-    """`share` of each second, 0 < share <= 1. Owned by one thread."""
+    """A cap on busy seconds per second, `share` of each, so that a worker behaves like a slower device.
+
+    A token bucket over measured busy time. What ran is paid afterwards, since nobody knows before how long a
+    layer takes; so over any window the busy time is at most the share of it, the burst, and the piece that
+    ran last. 0 < share <= 1. Owned by one thread.
+    """
 
     def __init__(
         self,
@@ -55,12 +63,14 @@ class DeviceShare:
         self._saved_seconds, self._as_of = min(self._burst_seconds, saved), now
 
 
-OWN = ""
-"""The name of the own steps."""
+class FairQueue:
+    """Gives own steps and each owner with modules here equal shares of the device, layer by layer.
 
-
-class Turns:
-    """Plain state; no clock."""
+    Start-time fair queueing over measured busy seconds. Each party has a virtual time, which its busy seconds
+    push on; the least goes first. One that comes back after a pause is lifted to the time of whoever ran
+    last: so nobody saves up turns while it has nothing to do, and who has waits no longer than the others'
+    pieces take. Plain state; no clock.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -69,9 +79,9 @@ class Turns:
         """Virtual time of the last that was chosen."""
 
     def next(self, ready: Iterable[str]) -> str:
-        """Who is to run now, of all that have something to run; a guest before own steps when equal.
+        """Who is to run now, of all that have something to run; an owner before own steps when equal.
 
-        Own steps are many, a guest's call is one that somebody waits for.
+        Own steps are many, an owner's call is one that somebody waits for.
         """
         names = frozenset(ready)
         if names != self._ready:
@@ -94,34 +104,17 @@ class Turns:
         }
 
 
-class Guests(Protocol):
-    """Whose work comes between; see HostedModules."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether one has something to run."""
-        ...
-
-    def ready(self) -> list[str]:
-        """Those that have."""
-        ...
-
-    def run_piece(self, name: str) -> None:
-        """About as long as one layer takes."""
-        ...
-
-
 class DeviceTurns:
     """Belongs to the engine's thread, which tells when its own step begins and ends and when a layer of it is
     done, and asks here where else it would go on or sleep.
 
-    `write` does the commands that are harmless while a step is under way. With no guest and the whole device,
-    nothing is measured or decided between layers.
+    `write` does the commands that are harmless while a step is under way. With nothing hosted and the whole
+    device, nothing is measured or decided between layers.
     """
 
     def __init__(
         self,
-        hosted: Guests,
+        hosted: HostedModules,
         share: DeviceShare,
         meter: Meter,
         mailbox: Mailbox[Any],
@@ -130,15 +123,15 @@ class DeviceTurns:
     ) -> None:
         self._hosted, self._share, self._meter = hosted, share, meter
         self._mailbox, self._write, self._clock = mailbox, write, clock
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._own_since: float | None = None
         """Since when own steps have had the device and not been charged."""
         self._is_alone = True
-        """No guest had anything to run since then."""
+        """No hosted module had anything to run since then."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a guest has something to run."""
+        """Whether a hosted module has something to run."""
         return self._hosted.has_work
 
     @property
@@ -146,8 +139,8 @@ class DeviceTurns:
         """How long nobody may run."""
         return self._share.debt_seconds()
 
-    def run_guest(self, *, is_own_ready: bool) -> bool:
-        """Runs a piece of a guest's work if it is a guest's turn; False where it is not."""
+    def run_hosted(self, *, is_own_ready: bool) -> bool:
+        """Runs a piece of an owner's calls if it is the turn of one; False where it is not."""
         ready = self._hosted.ready()
         if not ready:
             return False
@@ -186,13 +179,13 @@ class DeviceTurns:
             if debt := self.debt_seconds:
                 self._mailbox.sleep(debt)
                 self._write()
-            elif not self.run_guest(is_own_ready=True):
+            elif not self.run_hosted(is_own_ready=True):
                 break
         self._go_on()
 
     def wait(self, answer: Answer, timeout_seconds: float, worker: str) -> torch.Tensor:
-        """What the host `worker` answers. Guests have the device meanwhile, and writes go on; else two
-        workers that host for each other would wait for ever. Raises HostLost, also when it is late."""
+        """What the host `worker` answers. Hosted modules have the device meanwhile, and writes go on; else
+        two workers that host for each other would wait for ever. Raises HostLost, also when it is late."""
         if not answer.is_done:
             is_in_step = self._own_since is not None
             self._charge_own()
@@ -212,8 +205,8 @@ class DeviceTurns:
                 answer.fail(HostLost(worker, f"no answer within {timeout_seconds} s"))
             elif debt := self.debt_seconds:
                 self._mailbox.sleep(min(left, debt) if self._hosted.has_work else left)
-            elif self.run_guest(is_own_ready=False):
-                self._mailbox.turn()  # else guests with work without end would keep the answer waiting
+            elif self.run_hosted(is_own_ready=False):
+                self._mailbox.turn()  # else hosted work without end would keep the answer waiting
             else:
                 self._mailbox.sleep(left)
 
@@ -228,5 +221,5 @@ class DeviceTurns:
         self._turns.charge(OWN, now - self._own_since)
         self._share.spend(now - self._own_since)
         if self._is_alone:
-            self._turns.next([OWN])  # guests that come now begin where own steps are
+            self._turns.next([OWN])  # owners that come now begin where own steps are
         self._own_since, self._is_alone = now, False

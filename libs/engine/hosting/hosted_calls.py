@@ -1,4 +1,4 @@
-"""What each call of a home does to its modules here."""
+"""The effect of each call of an owner on its modules here."""
 
 import math
 from collections.abc import Generator
@@ -18,7 +18,7 @@ from libs.engine.hosting.calls import (
     WriteBlocks,
 )
 from libs.engine.hosting.hosted_step import BadCall, HostedStep
-from libs.engine.hosting.owner import Guest, HostedModule
+from libs.engine.hosting.owner import HostedModule, Owner
 from libs.engine.hosting.split_context import ContextPart, split_context
 from libs.model.config import ModelConfig
 from libs.placement.module import ModuleKind
@@ -28,7 +28,7 @@ Pieces = Generator[None, None, torch.Tensor]
 
 
 class HostedCalls:
-    """Checks a call and does it; `run` raises BadCall for what cannot be."""
+    """Checks a call and does it; `run` raises BadCall for one that cannot be."""
 
     def __init__(
         self, config: ModelConfig, *, block_size: int, dtype: torch.dtype, device: torch.device
@@ -39,36 +39,36 @@ class HostedCalls:
         self._device = device
         self._scale = 1 / math.sqrt(config.head_dim)
 
-    def run(self, guest: Guest, call: HostedCall) -> Pieces:
+    def run(self, owner: Owner, call: HostedCall) -> Pieces:
         """Does the call, layer by layer; the answer is empty where the call has none."""
         match call:
             case BeginStep():
-                guest.step = HostedStep(call, self._block_size, self._device)
+                owner.step = HostedStep(call, self._block_size, self._device)
             case RunLayers():
-                return (yield from self._run_layers(guest, call))
+                return (yield from self._run_layers(owner, call))
             case Attend():
-                return self._attend(guest, call)
+                return self._attend(owner, call)
             case AttendLent():
-                return self._attend_remote(guest, call)
+                return self._attend_remote(owner, call)
             case WriteBlocks():
-                guest.any_module(call.move_id).kv.write(call.layer, call.blocks, call.kv)
+                owner.any_module(call.move_id).kv.write(call.layer, call.blocks, call.kv)
             case ReadBlocks():
-                return guest.any_module(call.move_id).kv.read(call.layer, call.blocks)
+                return owner.any_module(call.move_id).kv.read(call.layer, call.blocks)
             case MoveBlocks():
                 moved = _moved(call)
-                for one in guest.modules.values():
+                for one in owner.modules.values():
                     if one.module.kind is not ModuleKind.TOKENS:  # those have ids of their own
                         one.kv.move(moved)
             case Settle():
                 pass
         return torch.empty(0)
 
-    def _run_layers(self, guest: Guest, call: RunLayers) -> Pieces:
-        here = guest.module(call.move_id, ModuleKind.LAYERS)
-        model, step = here.model, _step(guest, here)
+    def _run_layers(self, owner: Owner, call: RunLayers) -> Pieces:
+        here = owner.module(call.move_id, ModuleKind.LAYERS)
+        model, step = here.model, _step(owner, here)
         if model is None:
             raise BadCall(f"the module of move {call.move_id!r} has no weights")
-        guest.busy_with = here
+        owner.busy_with = here
         hidden = self._checked(call.hidden, "hidden states", (step.num_tokens, model.config.hidden_size))
         rotary, last = step.rotary(model), model.config.num_layers - 1
         for layer in here.module.layers:
@@ -86,16 +86,16 @@ class HostedCalls:
             hidden = model.mlp(layer, model.attention_output(layer, hidden, attended))
         return hidden
 
-    def _attend(self, guest: Guest, call: Attend) -> torch.Tensor:
-        here = guest.module(call.move_id, ModuleKind.HEADS)
-        step, kv = _step(guest, here), here.kv.layer(call.layer)
+    def _attend(self, owner: Owner, call: Attend) -> torch.Tensor:
+        here = owner.module(call.move_id, ModuleKind.HEADS)
+        step, kv = _step(owner, here), here.kv.layer(call.layer)
         q, k, v = self._heads(call, step, kv.shape[1])
         here.attention.write_kv(k, v, kv, step.slots)
         return here.attention.attend(q, kv, step.batch, self._scale)
 
-    def _attend_remote(self, guest: Guest, call: AttendLent) -> torch.Tensor:
-        here = guest.module(call.move_id, ModuleKind.TOKENS)
-        step, kv = guest.step, here.kv.layer(call.layer)
+    def _attend_remote(self, owner: Owner, call: AttendLent) -> torch.Tensor:
+        here = owner.module(call.move_id, ModuleKind.TOKENS)
+        step, kv = owner.step, here.kv.layer(call.layer)
         if step is None:
             raise BadCall("no step was begun")
         q, k, v = self._heads(call, step, kv.shape[1])
@@ -143,9 +143,9 @@ def _moved(call: MoveBlocks) -> dict[int, int]:
     return dict(call.ids.T.tolist())
 
 
-def _step(guest: Guest, here: HostedModule) -> HostedStep:
+def _step(owner: Owner, here: HostedModule) -> HostedStep:
     """The step that was begun, if its blocks are all there. Raises BadCall."""
-    step = guest.step
+    step = owner.step
     if step is None:
         raise BadCall("no step was begun")
     if step.end_block > here.kv.num_blocks:

@@ -1,8 +1,8 @@
 """Modules of other workers' instances that this worker runs, in memory that its own pool gave up.
 
-A guest is the home at the other end of one Link. Its calls are done in order, piece by piece, a piece being
-one layer, so that own steps and other guests come in between. What breaks a call breaks the guest: each
-answer after it fails, until the home opens its modules anew. Other guests go on.
+An owner's calls are done in order, piece by piece, a piece being one layer, so that own steps and other
+owners come in between. What breaks a call breaks all that the owner has here: each answer after it fails,
+until the owner opens its modules anew. Other owners go on.
 """
 
 import threading
@@ -18,7 +18,7 @@ from kernels.paged_attention.contract import PagedAttention
 from libs.engine.errors import EngineError, MoveRefused, NoRoom
 from libs.engine.hosting.calls import HostedCall, move_id_of
 from libs.engine.hosting.hosted_calls import HostedCalls
-from libs.engine.hosting.owner import Guest, HostedKv, HostedModule
+from libs.engine.hosting.owner import HostedKv, HostedModule, Owner
 from libs.engine.hosting.port import Answer, HostLost
 from libs.engine.memory.arena import Region
 from libs.engine.memory.pool import BlockLayout, Pool
@@ -28,7 +28,7 @@ from libs.placement.module import Module, ModuleKind
 from libs.placement.placement import BadPlacement, Hosted, all_home, check_module
 
 _MIB = 1 << 20
-_MAX_CALLS = 4096  # of one guest, not begun: a home waits for its answers, so it has far fewer
+_MAX_CALLS = 4096  # of one owner, not begun: it waits for answers, so it has far fewer
 
 AttentionFactory = Callable[[torch.Tensor], PagedAttention]
 """The attention that fits one layer of a cache, `[num_blocks, heads, 2, block_size, head_dim]`, not in use
@@ -38,9 +38,9 @@ _log = structlog.get_logger(__name__)
 
 
 class HostedModules:
-    """All guests of one engine. Owned by the engine's thread, but for `put`.
+    """The hosted modules of one engine, by owner. Belongs to the engine's thread, but for `put`.
 
-    `model` is the host's own, which lends its weights to guests with the same model; replace it when layers
+    `model` is the host's own, which lends its weights to owners with the same model; replace it when layers
     leave it or come back. `min_own_blocks` and `resize_own` are those of the host's `KvLayout`. `worker`
     names this host in errors.
     """
@@ -60,10 +60,10 @@ class HostedModules:
         self._min_own_blocks, self._resize_own = min_own_blocks, resize_own
         self._attention_factory = attention_factory
         self._worker = worker
-        self._guests: dict[str, Guest] = {}
+        self._owners: dict[str, Owner] = {}
         self._hosted: tuple[Hosted, ...] = ()
         self._lock = threading.Lock()
-        """Over which guests there are, and the beginning of their queues."""
+        """Guards which owners there are, and the beginning of their queues."""
         self._calls = HostedCalls(
             model.config, block_size=pool.layout.block_size, dtype=model.dtype, device=model.device
         )
@@ -79,18 +79,18 @@ class HostedModules:
 
     @property
     def own_layers_in_use(self) -> frozenset[int]:
-        """Layers whose weights guests use and the host's own model holds."""
+        """Layers whose weights owners use and the host's own model holds."""
         return frozenset(
             layer
-            for guest in self._guests.values()
-            for one in guest.modules.values()
+            for owner in self._owners.values()
+            for one in owner.modules.values()
             if one.uses_own_weights
             for layer in one.module.layers
         )
 
     def open(
         self,
-        guest: str,
+        owner: str,
         move_id: str,
         module: Module,
         *,
@@ -109,10 +109,10 @@ class HostedModules:
             NoRoom: fewer than `num_blocks_least` can be spared.
             NotYet: from the own pool; nothing was changed.
         """
-        known = self._guests.get(guest)
+        known = self._owners.get(owner)
         if known is not None and move_id in known.modules:
             raise MoveRefused(f"a module that move {move_id!r} brought is here already")
-        model = self._guest_model(module, layers)
+        model = self._hosted_model(module, layers)
         config = self.model.config
         layout = BlockLayout(
             module.slots(config.num_kv_heads), self.pool.layout.block_size, config.head_dim, self.model.dtype
@@ -126,19 +126,19 @@ class HostedModules:
             move_id, module, kv, region, attention, model, model is not None and layers is None
         )
         with self._lock:
-            self._guests.setdefault(guest, Guest(guest)).modules[move_id] = here
+            self._owners.setdefault(owner, Owner(owner)).modules[move_id] = here
         self._note_hosted()
         return granted
 
-    def touch(self, guest: str, move_id: str) -> None:
+    def touch(self, owner: str, move_id: str) -> None:
         """Takes the pages of a module's KV, which its first steps would have to wait for; from any thread."""
-        known = self._guests.get(guest)
+        known = self._owners.get(owner)
         if known is not None and (one := known.modules.get(move_id)) is not None:
             self.pool.touch(one.region, one.kv.num_blocks * one.kv.layout.block_bytes)
 
-    def close(self, guest: str, move_id: str) -> None:
+    def close(self, owner: str, move_id: str) -> None:
         """Frees a module; the own pool gets its memory. Idempotent. Raises NotYet: ask again."""
-        known = self._guests.get(guest)
+        known = self._owners.get(owner)
         if known is not None:
             one = known.modules.pop(move_id, None)
             if one is not None:
@@ -149,12 +149,12 @@ class HostedModules:
         self._note_hosted()
         self._resize_own(None)
 
-    def close_guest(self, guest: str) -> None:
-        """Frees all that a home has here, and fails what it waits for. Idempotent.
+    def close_owner(self, owner: str) -> None:
+        """Frees all that an owner has here, and fails what it waits for. Idempotent.
 
         Raises NotYet: ask again.
         """
-        known = self._guests.get(guest)
+        known = self._owners.get(owner)
         if known is not None:
             for one in known.modules.values():
                 self.pool.take_back(one.region)
@@ -164,17 +164,17 @@ class HostedModules:
 
     def end(self, why: str) -> None:
         """Nothing runs here any more; whoever waits hears why."""
-        for guest in list(self._guests.values()):
-            self._forget(guest, why)
+        for owner in list(self._owners.values()):
+            self._forget(owner, why)
 
-    def put(self, guest: str, call: HostedCall, answer: Answer) -> None:
+    def put(self, owner: str, call: HostedCall, answer: Answer) -> None:
         """Queues a call; from any thread, never waits."""
         with self._lock:
-            known = self._guests.get(guest)
+            known = self._owners.get(owner)
             if known is not None and len(known.calls) < _MAX_CALLS:
                 known.calls.append((call, answer))
                 return
-            why = "no module of this home is here" if known is None else f"{_MAX_CALLS} calls wait already"
+            why = "no module of this owner is here" if known is None else f"{_MAX_CALLS} calls wait already"
             error = HostLost(self._worker, why)
             if known is not None:
                 known.overrun = error
@@ -182,24 +182,24 @@ class HostedModules:
 
     @property
     def has_work(self) -> bool:
-        """Whether a guest has something to run."""
-        return any(guest.is_ready for guest in self._guests.values())
+        """Whether an owner has something to run."""
+        return any(owner.is_ready for owner in self._owners.values())
 
     def ready(self) -> list[str]:
         """Guests that have something to run."""
-        return [name for name, guest in self._guests.items() if guest.is_ready]
+        return [name for name, owner in self._owners.items() if owner.is_ready]
 
     def run_piece(self, name: str) -> None:
-        """Runs the guest's next call, or goes on with it, up to the end of a layer."""
-        guest = self._guests.get(name)
-        if guest is None or not guest.is_ready:
+        """Runs the owner's next call, or goes on with it, up to the end of a layer."""
+        owner = self._owners.get(name)
+        if owner is None or not owner.is_ready:
             return
-        if guest.under_way is None:
-            call, guest.awaited = guest.calls.popleft()
-            guest.under_way = self._under_way(guest, call, guest.awaited)
+        if owner.under_way is None:
+            call, owner.awaited = owner.calls.popleft()
+            owner.under_way = self._under_way(owner, call, owner.awaited)
         with torch.inference_mode():
-            if next(guest.under_way, self) is self:
-                guest.under_way = guest.awaited = guest.busy_with = None
+            if next(owner.under_way, self) is self:
+                owner.under_way = owner.awaited = owner.busy_with = None
 
     def run_all(self) -> None:
         """Everything that was asked so far."""
@@ -207,28 +207,28 @@ class HostedModules:
             for name in names:
                 self.run_piece(name)
 
-    def _under_way(self, guest: Guest, call: HostedCall, answer: Answer) -> Generator[None]:
-        guest.error = guest.error or guest.overrun
-        if guest.error is not None:
-            answer.fail(guest.error)
+    def _under_way(self, owner: Owner, call: HostedCall, answer: Answer) -> Generator[None]:
+        owner.error = owner.error or owner.overrun
+        if owner.error is not None:
+            answer.fail(owner.error)
             return
         try:
-            result = yield from self._calls.run(guest, call)
-        except Exception as error:  # noqa: BLE001 - the boundary of a guest: it is told, and others go on
+            result = yield from self._calls.run(owner, call)
+        except Exception as error:  # noqa: BLE001 - the boundary of an owner: it is told, and others go on
             expected = isinstance(error, EngineError)
             _log.warning(
-                "hosted_call_failed", guest=guest.name, call=type(call).__name__, exc_info=not expected
+                "hosted_call_failed", owner=owner.name, call=type(call).__name__, exc_info=not expected
             )
-            guest.error = HostLost(self._worker, f"{type(call).__name__}: {error}")
-            answer.fail(guest.error)
+            owner.error = HostLost(self._worker, f"{type(call).__name__}: {error}")
+            answer.fail(owner.error)
         else:
             answer.give(result)
 
-    def _guest_model(self, module: Module, layers: Mapping[int, Layer] | None) -> Model | None:
+    def _hosted_model(self, module: Module, layers: Mapping[int, Layer] | None) -> Model | None:
         """A model with the module's layers alone, so that it keeps no others alive."""
         config = self.model.config
         try:
-            check_module(all_home("guest", config.num_layers, config.num_kv_heads), module)
+            check_module(all_home("owner", config.num_layers, config.num_kv_heads), module)
             if module.kind is not ModuleKind.LAYERS:
                 return None
             if layers is None:
@@ -273,36 +273,36 @@ class HostedModules:
         self._hosted = tuple(
             Hosted(
                 move_id=one.move_id,
-                home=guest.name,
+                home=owner.name,
                 module=one.module,
                 num_blocks=one.kv.num_blocks,
                 num_bytes=one.region.num_bytes,
             )
-            for guest in self._guests.values()
-            for one in guest.modules.values()
+            for owner in self._owners.values()
+            for one in owner.modules.values()
         )
 
-    def _stop_using(self, guest: Guest, closed: HostedModule) -> None:
+    def _stop_using(self, owner: Owner, closed: HostedModule) -> None:
         """Its memory is another's from now on: a call that paused within it cannot go on. Those that are
         queued for it are none of the other modules' harm."""
         with self._lock:
-            queued = guest.calls
-            guest.calls = deque(one for one in queued if move_id_of(one[0]) != closed.move_id)
+            queued = owner.calls
+            owner.calls = deque(one for one in queued if move_id_of(one[0]) != closed.move_id)
         for answer in [answer for call, answer in queued if move_id_of(call) == closed.move_id]:
             answer.fail(HostLost(self._worker, f"the module of {closed.move_id!r} was closed"))
-        if guest.busy_with is closed and guest.awaited is not None:
-            guest.error = HostLost(self._worker, f"the module of {closed.move_id!r} was closed under a call")
-            guest.awaited.fail(guest.error)
-            guest.under_way = guest.awaited = guest.busy_with = None
+        if owner.busy_with is closed and owner.awaited is not None:
+            owner.error = HostLost(self._worker, f"the module of {closed.move_id!r} was closed under a call")
+            owner.awaited.fail(owner.error)
+            owner.under_way = owner.awaited = owner.busy_with = None
 
-    def _forget(self, guest: Guest, why: str) -> None:
-        guest.modules.clear()
+    def _forget(self, owner: Owner, why: str) -> None:
+        owner.modules.clear()
         with self._lock:
-            self._guests.pop(guest.name, None)
-            waiting = [answer for _, answer in guest.calls]
-            guest.calls.clear()
-        if guest.awaited is not None:
-            waiting.append(guest.awaited)
-        guest.under_way = guest.awaited = guest.busy_with = None
+            self._owners.pop(owner.name, None)
+            waiting = [answer for _, answer in owner.calls]
+            owner.calls.clear()
+        if owner.awaited is not None:
+            waiting.append(owner.awaited)
+        owner.under_way = owner.awaited = owner.busy_with = None
         for answer in waiting:
             answer.fail(HostLost(self._worker, why))

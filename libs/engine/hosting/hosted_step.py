@@ -1,4 +1,4 @@
-"""The arrays of a home's step as the host uses them: checked once, since kernels trust them."""
+"""The arrays of an owner's step as the host uses them: checked once, since kernels trust them."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from libs.model.rotary import Rotary
 
 
 class BadCall(EngineError):
-    """A home asked for what cannot be; says what."""
+    """An owner's call does not fit its modules here; says why."""
 
 
 class HostedStep:

@@ -27,7 +27,7 @@ class Hosting:
     ) -> None:
         self._ask = ask
         self.call = call
-        """Queues a call of this guest after those it made before; the answer is given when it is done. Never
+        """Queues a call of this owner after those it made before; the answer is given when it is done. Never
         waits."""
         self.hosted = hosted
         """All modules here."""
@@ -39,7 +39,7 @@ class Hosting:
 
     async def open(
         self,
-        guest: str,
+        owner: str,
         move_id: str,
         module: Module,
         *,
@@ -60,7 +60,7 @@ class Hosting:
 
         def act(modules: HostedModules) -> tuple[int, HostedModules]:
             granted = modules.open(
-                guest,
+                owner,
                 move_id,
                 module,
                 num_blocks_wanted=num_blocks_wanted,
@@ -71,16 +71,16 @@ class Hosting:
             return granted, modules
 
         num_blocks, modules = await self._ask(act)
-        await asyncio.to_thread(modules.touch, guest, move_id)
+        await asyncio.to_thread(modules.touch, owner, move_id)
         return int(num_blocks)
 
-    async def close(self, guest: str, move_id: str) -> None:
+    async def close(self, owner: str, move_id: str) -> None:
         """Frees a module. Unknown ones are ignored."""
-        await self._free(lambda modules: modules.close(guest, move_id))
+        await self._free(lambda modules: modules.close(owner, move_id))
 
-    async def close_guest(self, guest: str) -> None:
-        """Frees all that this guest has here, and fails what it waits for."""
-        await self._free(lambda modules: modules.close_guest(guest))
+    async def close_owner(self, owner: str) -> None:
+        """Frees all that this owner has here, and fails what it waits for."""
+        await self._free(lambda modules: modules.close_owner(owner))
 
     async def _free(self, act: Callable[[HostedModules], None]) -> None:
         def free(modules: HostedModules) -> Pool:

@@ -1,4 +1,4 @@
-"""A home whose modules run here, as its host sees it."""
+"""A worker whose modules run here, as its host sees it, and their KV."""
 
 from collections import deque
 from collections.abc import Generator, Mapping
@@ -51,7 +51,7 @@ class HostedKv:
 
     def move(self, moved: Mapping[int, int]) -> None:
         """Content follows its block to another id. Ids that the module does not have hold nothing here: until
-        it is in use its home may have more blocks. Raises BadCall for new ids that there are not."""
+        it is in use its owner may have more blocks. Raises BadCall for new ids that there are not."""
         moved = {old: new for old, new in moved.items() if old < self.num_blocks}
         sources = self._ids(np.fromiter(moved.keys(), np.int64, len(moved)))
         targets = self._ids(np.fromiter(moved.values(), np.int64, len(moved)))
@@ -89,8 +89,8 @@ class HostedModule:
 
 
 @dataclass(eq=False)
-class Guest:
-    """One home, its modules here, and what it waits for."""
+class Owner:
+    """One owner, its modules here, and the answers that it waits for."""
 
     name: str
     modules: dict[str, HostedModule] = field(default_factory=dict[str, HostedModule])
@@ -102,7 +102,7 @@ class Guest:
     busy_with: HostedModule | None = None
     """What the call under way uses over its pauses."""
     error: HostLost | None = None
-    """What broke it; it stays broken."""
+    """Broke a call; every later call fails with it."""
     overrun: HostLost | None = None
     """Calls were lost, told by the thread that lost them: breaks it before the next call."""
 

@@ -1,4 +1,4 @@
-"""What a home's engine needs of a worker that hosts modules of its instance.
+"""The connection of an engine to a worker that hosts modules of its instance.
 
 Two implementations pass one contract suite: over a Link (`libs.worker.migration`), and in memory, beside the
 host's engine in the same process.
@@ -62,7 +62,7 @@ class Answer:
 
 
 class Host(Protocol):
-    """One worker that runs modules of our instance. Called on the home's engine thread."""
+    """One worker that runs modules of our instance. Called on the owner's engine thread."""
 
     @property
     def worker(self) -> str:

@@ -16,6 +16,13 @@ from libs.engine.memory.pool import Pool, SlotRows
 from libs.placement.module import ModuleKind
 from libs.placement.placement import Placed
 
+_PIECE_BYTES = 8 << 20
+"""Read or written at once where no one sets a limit."""
+_MAX_ASKED = 2
+"""Inbound pieces: one is read at the host while another one travels."""
+_GONE = -1
+"""In place of a block that is over; no block has this id."""
+
 
 class DirtyBlocks:
     """Block ids in the order in which they were written last: those at the front rest longest."""
@@ -74,14 +81,6 @@ class Staging:
         for block, (piece, index) in self._places.items():
             if block in live:
                 rows.copy(block, targets, piece, index, everything)
-
-
-_PIECE_BYTES = 8 << 20
-"""Read or written at once where no one sets a limit."""
-_MAX_ASKED = 2
-"""Inbound pieces: one is read at the host while another one travels."""
-_GONE = -1
-"""In place of a block that is over; no block has this id."""
 
 
 class KvCopy(Protocol):

@@ -129,7 +129,7 @@ class KvLayout:
         if not moved:
             return
         if not placement.lent():  # remote blocks have ids of their own at their host
-            self.kv.hosts.tell_all(MoveBlocks(np.array([list(moved), list(moved.values())], dtype=np.int64)))
+            self.kv.hosts.call_all(MoveBlocks(np.array([list(moved), list(moved.values())], dtype=np.int64)))
         if self.copy is not None:
             self.copy.rename(moved)
 

@@ -1,25 +1,17 @@
 """Live migration of this instance's modules as services see it; on the engine's thread `Migrator` does it."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from libs.cost.load import WorkerLoad
 from libs.engine.hosting.port import Host
-from libs.engine.migration.migrator import Migrator
 from libs.engine.outputs import CopyProgress, Switched
 from libs.model.model import Model
 from libs.placement.placement import Placed, Placement
 
-
-class Ask(Protocol):
-    """Does something on the engine's thread between two steps, or `in_step` also between two layers."""
-
-    async def __call__(
-        self, act: Callable[[Migrator], Any], in_step: Callable[[Migrator], Any] | None = None
-    ) -> Any:
-        """What `act` returns; raises what it raises."""
-        ...
+Ask = Callable[..., Awaitable[Any]]
+"""Does something with the `Migrator` between two steps, and what is `in_step` also between two layers."""
 
 
 class LiveMigration:

@@ -9,11 +9,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+_WIDTHS = (64, 1024)  # how many candidates to sort before sorting them all; the first is nearly always enough
+_SPAN = 128  # vocabulary entries summed at once before the exact place inside one span is looked for
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), 53 bits each, for arrays of seeds and absolute token positions of one shape."""
+    """Numbers in [0, 1), 53 bits each, for arrays of seeds and absolute token positions of one shape.
+
+    A function of these alone: so a token does not depend on which worker draws it, in which batch, or how
+    often the sequence was replayed.
+    """
     mixed = _mix(_mix(seeds) + positions.astype(np.uint64) * _GOLDEN)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -24,10 +30,6 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
-
-
-_WIDTHS = (64, 1024)  # how many candidates to sort before sorting them all; the first is nearly always enough
-_SPAN = 128  # vocabulary entries summed at once before the exact place inside one span is looked for
 
 
 def weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

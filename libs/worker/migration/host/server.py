@@ -80,7 +80,7 @@ class OwnerLink:
             log.info("owner_link_ended", owner=self.name, reason=reason)
             self._outgoing.close()
             with suppress(EngineError):  # an engine that is closed has nobody's modules
-                await self._hosting.close_guest(self.name)
+                await self._hosting.close_owner(self.name)
             await self._link.close()
 
     async def close(self) -> None:
