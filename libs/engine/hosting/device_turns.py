@@ -11,7 +11,7 @@ from libs.engine.hosting.port import Answer, HostLost
 from libs.engine.mailbox import Mailbox
 from libs.engine.meter import Meter
 
-_LEAST_DEBT_SECONDS = 1e-6  # no sleep is so short
+_MIN_DEBT_SECONDS = 1e-6  # no sleep is so short
 BURST_SECONDS = 0.25
 """Busy seconds that an idle worker saves up."""
 OWN = ""
@@ -55,7 +55,7 @@ class DeviceShare:
         if self.is_whole:
             return 0.0
         self._refill()
-        return -self._saved_seconds / self._share if self._saved_seconds < -_LEAST_DEBT_SECONDS else 0.0
+        return -self._saved_seconds / self._share if self._saved_seconds < -_MIN_DEBT_SECONDS else 0.0
 
     def _refill(self) -> None:
         now = self._clock()

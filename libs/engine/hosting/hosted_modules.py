@@ -238,28 +238,29 @@ class HostedModules:
         weights = replaced(self.model.weights, layers=layers)
         return Model(config, weights, fingerprint=self.model.fingerprint)
 
-    def _grant(self, block_bytes: int, weight_bytes: int, wanted: int, least: int) -> int:
-        """As many blocks as can be spared, at most `wanted`. Raises NoRoom below `least`."""
-        own_least, layout = self._min_own_blocks(), self.pool.layout
-        wanted = min(wanted, self.pool.num_bytes // block_bytes)  # the asker's number may be any
+    def _grant(self, block_bytes: int, weight_bytes: int, requested: int, minimum: int) -> int:
+        """As many blocks as can be spared, at most `requested`. Raises NoRoom below `minimum`."""
+        min_own, layout = self._min_own_blocks(), self.pool.layout
+        minimum = max(1, minimum)
+        requested = min(requested, self.pool.num_bytes // block_bytes)  # the asker's number may be any
 
         def is_too_much(num_blocks: int) -> bool:
             num_bytes = num_blocks * block_bytes + weight_bytes
-            return self.pool.capacity(layout, num_given_up_bytes=num_bytes) < own_least
+            return self.pool.capacity(layout, num_given_up_bytes=num_bytes) < min_own
 
-        granted = bisect_left(range(1, wanted + 1), True, key=is_too_much)
-        if granted < max(1, least):
+        granted = bisect_left(range(1, requested + 1), True, key=is_too_much)
+        if granted < minimum:
             weights = f" beside {weight_bytes / _MIB:.1f} MiB of weights" if weight_bytes else ""
             raise NoRoom(
-                f"{granted} blocks of {block_bytes} bytes are free at the host{weights}, {max(1, least)} are "
-                f"asked for; {self._held_words(own_least)}: wait until fewer sequences run there, bring home "
+                f"{granted} blocks of {block_bytes} bytes are free at the host{weights}, {minimum} are "
+                f"asked for; {self._usage_text(min_own)}: wait until fewer sequences run there, bring home "
                 "what it hosts, choose another, or start it with a lower --max-model-len or more KV memory"
             )
         return granted
 
-    def _held_words(self, own_least: int) -> str:
+    def _usage_text(self, min_own: int) -> str:
         """What this worker's memory is needed for."""
-        own = f"its own sequences need {own_least} of its {self.pool.num_blocks} blocks"
+        own = f"its own sequences need {min_own} of its {self.pool.num_blocks} blocks"
         others = f", and modules of others have {self.num_bytes / _MIB:.1f} MiB there" if self._hosted else ""
         return f"{own} (those that run now, and room for one of full length){others}"
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from libs.engine.scheduling.sequence import Sequence, has_penalties
 
-LEAST_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-5
 """Below it the likeliest token has all the probability that float32 can tell, so sampling is greedy."""
 _SEED_MASK = (1 << 64) - 1
 
@@ -51,7 +51,7 @@ class Rows:
         sampling = sequence.generation.sampling
         edits = has_penalties(sampling) or bool(sampling.logit_bias) or sampling.min_tokens > 0
         self.needs[row] = (
-            (Needs.NOISE if sampling.temperature >= LEAST_TEMPERATURE else 0)
+            (Needs.NOISE if sampling.temperature >= MIN_TEMPERATURE else 0)
             | (Needs.EDITS if edits else 0)
             | (Needs.LOGPROBS if sampling.logprobs is not None else 0)
         )

@@ -295,10 +295,10 @@ class SequenceTable:
         return len(token_ids)
 
     def _check_ids(self, token_ids: NDArray[np.integer]) -> None:
-        least, largest = int(token_ids.min()), int(token_ids.max())
-        if least < 0 or largest >= self._vocab_size:
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if lowest < 0 or highest >= self._vocab_size:
             raise InvalidSequence(
-                f"token ids from {least} to {largest}; the vocabulary goes from 0 to {self._vocab_size - 1}"
+                f"token ids from {lowest} to {highest}; the vocabulary goes from 0 to {self._vocab_size - 1}"
             )
 
     def _find(self, sequence: Sequence, first: int, end: int) -> list[int]:
@@ -347,8 +347,8 @@ class SequenceTable:
             self._start(sequence, now)
             self._take_found(sequence)
             # What was preempted finds its own blocks again; these were computed, not found.
-            most = sequence.num_tokens if is_fresh else sequence.num_cached_tokens
-            sequence.num_cached_tokens = min(most, sequence.num_computed)
+            max_cached = sequence.num_tokens if is_fresh else sequence.num_cached_tokens
+            sequence.num_cached_tokens = min(max_cached, sequence.num_computed)
         self._grow(sequence, num_needed - sequence.num_blocks)
         if not sequence.hand_over:  # a hand-over must not run ahead of the blocks that may leave
             end = min(
