@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, cast
 
-from libs.engine.moving import Moving
+from libs.engine.migration.live_migration import LiveMigration
 from libs.placement.module import whole_layers
 from libs.placement.placement import Placed
 from libs.worker.migration.owner.directions import Inbound
@@ -30,7 +30,7 @@ async def nothing(num_bytes: int) -> None: ...
 
 def way(home: LateHome) -> Inbound:
     placed = Placed(move_id="m", module=whole_layers(0, 1), worker="host")
-    return Inbound(cast("Moving", home), lambda: None, placed)
+    return Inbound(cast("LiveMigration", home), lambda: None, placed)
 
 
 async def test_a_beginning_that_nobody_waits_for_any_more_is_cancelled_after_it_began() -> None:
