@@ -87,56 +87,58 @@ class Engine:
         self,
         model: Model,
         settings: EngineSettings,
-        listener: EngineListener,
         *,
         home: str = "home",
         attention: PagedAttention | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._listener = listener
+        self._listener: EngineListener | None = None
         self._settings = settings
-        self._at_first = all_home(home, model.config.num_layers, model.config.num_kv_heads)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting = Meter()
-        self._open: Callable[..., EngineCore] = lambda on_layers, between_layers: EngineCore(
-            model,
-            settings,
-            home=home,
-            attention=attention,
-            clock=clock,
-            on_layers=on_layers,
-            between_layers=between_layers,
-            on_placement=self._post_placement,
-            wait=self._wait,
-            waiting=self._waiting,
+        self._thread = thread = EngineThread(
+            lambda on_layers, between_layers: EngineCore(
+                model,
+                settings,
+                home=home,
+                attention=attention,
+                clock=clock,
+                on_layers=on_layers,
+                between_layers=between_layers,
+                on_placement=self._post_placement,
+                wait=self._wait,
+                waiting=self._waiting,
+            ),
+            self._hear,
+            num_threads=settings.num_threads,
         )
-        self._thread: EngineThread | None = None
-        self._hosting: Hosting | None = None
-        self._migrations: LiveMigration | None = None
+        self.hosting = Hosting(self._ask_hosted, thread.call_hosted, thread.hosted)
+        """Modules of other instances that run here."""
+        at_first = all_home(home, model.config.num_layers, model.config.num_kv_heads)
+        self.migrations = LiveMigration(self._ask_migrator, lambda: thread.load, at_first)
+        """Live migration of this instance's modules to other workers."""
         self._opened: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._death: Exception | None = None
         self._aborting: Counter[str] = Counter()
         self._is_closing = False
 
-    async def start(self) -> None:
-        """Allocates the pool and starts the thread. Raises what opening the pool raises."""
-        if self._thread is not None:
+    async def start(self, listener: EngineListener) -> None:
+        """Allocates the pool and starts the thread; `listener` hears what it makes from now on. Raises what
+        opening the pool raises."""
+        if self._loop is not None:
             raise EngineClosed("an engine starts once; make a new one")
+        self._listener = listener
         loop = self._loop = asyncio.get_running_loop()
         self._opened, self._ended = loop.create_future(), loop.create_future()
-        self._thread = EngineThread(self._open, self._hear, loop=loop, num_threads=self._settings.num_threads)
-        del self._open  # it knows the model with all its layers
-        thread = self._thread
-        self._hosting = Hosting(self._ask_hosted, thread.call_hosted, thread.hosted)
-        self._migrations = LiveMigration(self._ask_migrator, lambda: thread.load, self._at_first)
-        self._thread.start()
+        self._thread.start(loop)
         await asyncio.shield(self._opened)
 
     async def close(self) -> None:
         """Ends after the running step. What is left fails with ABORTED; the thread is joined. Idempotent."""
         self._is_closing = True
-        if self._thread is None or self._ended is None:
+        if self._ended is None:
+            self._thread.discard()
             return
         if not self._ended.done():
             self._thread.stop()
@@ -237,7 +239,7 @@ class Engine:
 
     def abort(self, sequence_id: str) -> None:
         """Frees everything it holds, from any state; nothing of it is delivered after this. Idempotent."""
-        if self._thread is not None and not self._is_over:
+        if self._is_open:
             self._aborting[sequence_id] += 1
             self._thread.mailbox.put(
                 Command(lambda core: core.sequences.abort(sequence_id), is_abort_of=sequence_id)
@@ -245,40 +247,21 @@ class Engine:
 
     def release_layer(self, output: LayerOutput) -> None:
         """The output was sent, or is not wanted: room for more. Idempotent."""
-        if self._thread is not None and not self._is_over:
+        if self._is_open:
             self._thread.mailbox.put(Command(lambda core: core.budget.release(output)))
-
-    @property
-    def hosting(self) -> Hosting:
-        """Modules of other instances that run here. Raises EngineClosed before `start`."""
-        if self._hosting is None:
-            raise EngineClosed("the engine was not started")
-        return self._hosting
-
-    @property
-    def migrations(self) -> LiveMigration:
-        """Live migration of this instance's modules to other workers. Raises EngineClosed before `start`."""
-        if self._migrations is None:
-            raise EngineClosed("the engine was not started")
-        return self._migrations
 
     @property
     def own_loop(self) -> ThreadLoop:
         """The loop that the engine's thread turns when it sleeps, and between layers. What runs there must
-        not wait for the engine. Raises EngineClosed before `start`."""
-        if self._thread is None:
-            raise EngineClosed("the engine was not started")
+        not wait for the engine."""
         return self._thread.own_loop
 
     def wake(self) -> None:
         """The answer of a host has come; from any thread."""
-        if self._thread is not None:
-            self._thread.wake()
+        self._thread.wake()
 
     def _wait(self, worker: str, answer: Answer) -> torch.Tensor:
         """On the engine's thread."""
-        if self._thread is None:
-            raise EngineClosed("the engine was not started")
         return self._thread.wait(answer, self._settings.hosting_timeout_seconds, worker)
 
     def _post_placement(self, placement: Placement, lost: str) -> None:
@@ -291,13 +274,10 @@ class Engine:
             return
 
     def _hear_placement(self, placement: Placement, lost: str) -> None:
-        if self._migrations is not None:
-            self._migrations.placement_changed(placement, lost)
+        self.migrations.placement_changed(placement, lost)
 
     def load(self) -> WorkerLoad:
         """What the engine holds and does, as of its last step; `recent_request_ids` is empty."""
-        if self._thread is None:
-            return WorkerLoad()
         busy_share, tokens_per_second = self._thread.meter.rates()
         return msgspec.structs.replace(
             self._thread.load,
@@ -310,23 +290,21 @@ class Engine:
 
     def prefill_cost(self) -> PrefillCost:
         """What tokens of a prompt cost, as measured until its last step; a guess before the first one."""
-        return (self._thread.load.prefill_cost if self._thread else None) or DEFAULT_PREFILL_COST
+        return self._thread.load.prefill_cost or DEFAULT_PREFILL_COST
 
     @property
     def num_total_blocks(self) -> int:
         """Blocks of the pool; 0 before `start`."""
-        return self._thread.load.num_blocks if self._thread is not None else 0
+        return self._thread.load.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds, as of the last step; blocks only kept by name are free."""
-        if self._thread is None:
-            return 0
         return self._thread.load.num_blocks - self._thread.load.num_used_blocks
 
     @property
-    def _is_over(self) -> bool:
-        return self._ended is not None and self._ended.done()
+    def _is_open(self) -> bool:
+        return self._ended is not None and not self._ended.done()
 
     async def _ask_hosted(self, act: Callable[[HostedModules], Any]) -> Any:
         return await self._ask(lambda core: act(core.hosted))
@@ -346,7 +324,7 @@ class Engine:
     ) -> Any:
         if self._death is not None:
             raise EngineDied(f"the engine's thread ended: {self._death}")
-        if self._thread is None or self._is_closing or self._is_over:
+        if self._is_closing or not self._is_open:
             raise EngineClosed("the engine is not open: start it, and ask before it is closed")
         if len(self._thread.mailbox) >= _MAX_COMMANDS:
             raise TooManyCommands(f"{_MAX_COMMANDS} commands wait already; await their answers first")
@@ -356,9 +334,10 @@ class Engine:
 
     def _hear(self, post: Post) -> None:
         """One call of the thread. What the listener raises stops neither the books nor other calls."""
-        if self._thread is not None:
-            self._thread.posted()
-        calls = listener_calls(self._listener, post, self._aborting, self.release_layer)
+        self._thread.posted()
+        calls = list[Callable[[], None]]()
+        if self._listener is not None:
+            calls = listener_calls(self._listener, post, self._aborting, self.release_layer)
         for sequence_id in post.aborted:
             self._aborting[sequence_id] -= 1
             if not self._aborting[sequence_id]:

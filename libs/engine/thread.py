@@ -86,7 +86,6 @@ class EngineThread:
         open_core: Callable[[Callable[[list[LayerOutput]], None], Callable[[], None]], EngineCore],
         post: Callable[[Post], None],
         *,
-        loop: asyncio.AbstractEventLoop,
         num_threads: int | None,
     ) -> None:
         self.own_loop = ThreadLoop()
@@ -96,7 +95,6 @@ class EngineThread:
         self.load = WorkerLoad()
         self._open_core = open_core
         self._post_on_loop = post
-        self._loop = loop
         self._num_threads = num_threads
         self._room = threading.BoundedSemaphore(_MAX_POSTED)
         self._core: EngineCore | None = None
@@ -112,9 +110,15 @@ class EngineThread:
         # A daemon: a process whose event loop ended without `close` must be able to exit.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
-        """Begins; `has_opened` or `death` is posted."""
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins; `has_opened` or `death` is posted on `loop`."""
+        self._loop = loop
         self._thread.start()
+
+    def discard(self) -> None:
+        """Instead of `start`: frees what is held already."""
+        if not self.own_loop.loop.is_closed():
+            self.own_loop.close()
 
     def stop(self) -> None:
         """Ends after the step that runs now; `has_ended` is posted."""

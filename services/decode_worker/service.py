@@ -173,7 +173,7 @@ class DecodeWorkerService:
             max_held=settings.max_held,
             clock=self._clock,
         )
-        engine = Engine(model, engine_settings_of(settings, model), self._decoding, home=runtime.incarnation)
+        engine = Engine(model, engine_settings_of(settings, model), home=runtime.incarnation)
         self._access = StoreAccess(runtime, transport, settings, model, engine, self._metrics.transfer_bytes)
         keeping = Keeping(
             engine,
@@ -197,7 +197,7 @@ class DecodeWorkerService:
             num_links=lambda: transport.num_open_links() + (self._modules.num_links if self._modules else 0),
             num_unsent_deltas=lambda: self._tokens.outbox.num_deltas,
         )
-        await engine.start()
+        await engine.start(self._decoding)
         await self._events.open()
         runtime.spawn("keeping", keeping.run())
         return engine

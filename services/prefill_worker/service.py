@@ -146,7 +146,7 @@ class PrefillWorkerService:
             block_size=settings.block_size,
             max_waiting=settings.max_waiting,
         )
-        engine = Engine(model, engine_settings_of(settings, model), prefilling, home=runtime.incarnation)
+        engine = Engine(model, engine_settings_of(settings, model), home=runtime.incarnation)
         self._outlets = Outlets(
             transport,
             runtime.spawn,
@@ -169,7 +169,7 @@ class PrefillWorkerService:
             num_links=lambda: transport.num_open_links() + (self._modules.num_links if self._modules else 0),
             num_unsent_deltas=lambda: self._tokens.outbox.num_deltas,
         )
-        await engine.start()
+        await engine.start(prefilling)
         pool_tokens = engine.num_total_blocks * settings.block_size
         prefilling.limit_tokens(min(max_model_len_of(settings, model), pool_tokens))
         await self._events.open()

@@ -104,8 +104,8 @@ async def _measure_engine(model: Model, prompt_lengths: Sequence[int], *, num_th
     """The engine with prompts and decode in one process, no bus, no HTTP."""
     watch, source = _Stopwatch(), random.Random(1)
     settings = EngineSettings(num_blocks=1024, max_model_len=2048, num_threads=num_threads)
-    engine = Engine(model, settings, watch)
-    await engine.start()
+    engine = Engine(model, settings)
+    await engine.start(watch)
 
     async def run(name: str, prompts: list[list[int]], max_tokens: int) -> dict[str, list[float]]:
         begins = {f"{name}-{i}": time.perf_counter() for i in range(len(prompts))}

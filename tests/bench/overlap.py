@@ -55,16 +55,15 @@ class Overlap:
 class _FirstTokens:
     """An engine listener that drops the KV handed out and keeps when the prompt was done."""
 
-    def __init__(self) -> None:
-        self.engine: Engine | None = None
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.done: asyncio.Future[float] | None = None
 
     def on_tokens(self, tokens: Sequence[TokenOutput]) -> None:
         raise RuntimeError("prompts end with their first token here")
 
     def on_layer(self, output: LayerOutput) -> None:
-        if self.engine is not None:
-            self.engine.release_layer(output)
+        self.engine.release_layer(output)
 
     def on_prompt_done(self, output: TokenOutput) -> None:
         if self.done is not None:
@@ -83,11 +82,10 @@ class _Bench:
 
     def __init__(self, model: Model, prompt: list[int], num_threads: int) -> None:
         self.prompt = prompt
-        self.listener = _FirstTokens()
         self.settings = EngineSettings(num_blocks=512, max_model_len=4096, num_threads=num_threads)
         self.num_blocks = NUM_HELD_TOKENS // self.settings.block_size
-        self.engine = Engine(model, self.settings, self.listener)
-        self.listener.engine = self.engine
+        self.engine = Engine(model, self.settings)
+        self.listener = _FirstTokens(self.engine)
         self.names = block_names(prompt, self.settings.block_size, model.fingerprint, "")[: self.num_blocks]
         self.layers: list[torch.Tensor] = []
         self.num_runs = 0
@@ -127,7 +125,7 @@ async def measure(model: Model, *, num_threads: int, num_rounds: int) -> Overlap
     prompt = random_prompt(NUM_TOKENS, model.config.vocab_size, random.Random(3))
     bench, overlap = _Bench(model, prompt, num_threads), Overlap(model.config.num_layers)
 
-    await bench.engine.start()
+    await bench.engine.start(bench.listener)
     try:
         await bench.ttft(num_held_tokens=0, fetch_seconds=0.0)
         bench.layers = list((await bench.engine.read_blocks(bench.names)).transpose(0, 1).contiguous())

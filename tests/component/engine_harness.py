@@ -231,8 +231,8 @@ async def opened(
         max_num_batched_tokens=64,
         hand_over_bytes=hand_over_bytes,
     )
-    opening = Engine(model, sizes, listener, **options)  # type: ignore[arg-type]  # options as Engine names them
-    await opening.start()
+    opening = Engine(model, sizes, **options)  # type: ignore[arg-type]  # options as Engine names them
+    await opening.start(listener)
     try:
         yield opening
     finally:

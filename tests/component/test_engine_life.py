@@ -243,11 +243,11 @@ async def test_a_listener_that_raises_does_not_stop_the_engine(model: Model) -> 
 
 async def test_a_start_that_fails_raises_and_can_be_closed(model: Model) -> None:
     sizes = EngineSettings(max_model_len=8, kv_memory_bytes=10)
-    engine = Engine(model, sizes, Listener())
+    engine = Engine(model, sizes)
     with pytest.raises(ValueError, match="below one block"):
-        await engine.start()
+        await engine.start(Listener())
     await engine.close()
-    unstarted = Engine(model, sizes, Listener())
+    unstarted = Engine(model, sizes)
     assert (unstarted.num_total_blocks, unstarted.load().num_blocks) == (0, 0)
     await unstarted.close()
 

@@ -325,8 +325,9 @@ async def test_names_are_told_as_they_come_and_go(model: Model) -> None:
 
 async def test_a_cost_can_be_asked_for_at_any_time(model: Model) -> None:
     listener = Listener()
-    unstarted = Engine(model, EngineSettings(max_model_len=8, num_blocks=2), listener)
+    unstarted = Engine(model, EngineSettings(max_model_len=8, num_blocks=2))
     assert unstarted.prefill_cost() == DEFAULT_PREFILL_COST
+    await unstarted.close()
     async with opened(model, listener) as engine:
         await reserve_and_begin(engine, generation(prompt_of(50), max_tokens=1))
         await listener.until(lambda: listener.steps)

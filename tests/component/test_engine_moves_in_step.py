@@ -56,7 +56,7 @@ class Scene:
         sizes = EngineSettings(
             max_model_len=256, num_blocks=120, block_size=SIZE, max_num_batched_tokens=170, max_num_seqs=8
         )
-        self.engine = Engine(model_of("mha"), sizes, self.heard, attention=self.attention)
+        self.engine = Engine(model_of("mha"), sizes, attention=self.attention)
         self.host_core = core_of(model_of("mha"), "host", num_blocks=400)
 
     @property
@@ -92,7 +92,7 @@ class Scene:
 @asynccontextmanager
 async def opened() -> AsyncGenerator[Scene]:
     scene = Scene()
-    await scene.engine.start()
+    await scene.engine.start(scene.heard)
     try:
         async with asyncio.timeout(WAIT_SECONDS):
             await scene.run("before", 0)

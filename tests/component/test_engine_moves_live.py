@@ -41,7 +41,7 @@ class Pair:
             hosting_timeout_seconds=timeout_seconds,
         )
         self.heard = {name: Listener() for name in "ab"}
-        self.engines = {name: Engine(self.model, sizes, self.heard[name], home=name) for name in "ab"}
+        self.engines = {name: Engine(self.model, sizes, home=name) for name in "ab"}
 
     async def run(self, name: str, asked: Generation) -> None:
         assert await self.engines[name].reserve(asked, whole_prompt=True) is not None
@@ -109,8 +109,8 @@ async def linked(kind: TransportKind | None) -> AsyncGenerator[Pair]:
 async def opened(model: Model | None = None, timeout_seconds: float = 30.0) -> AsyncGenerator[Pair]:
     pair = Pair(model or model_of("gqa"), timeout_seconds)
     for name, engine in pair.engines.items():
-        await engine.start()
         engine.migrations.listen(pair.heard[name].on_placement)
+        await engine.start(pair.heard[name])
     try:
         async with asyncio.timeout(60):
             yield pair

@@ -48,12 +48,12 @@ class Pair:
     def __init__(self) -> None:
         sizes = EngineSettings(max_model_len=256, num_blocks=160, block_size=SIZE, max_num_batched_tokens=64)
         self.heard = Listener()
-        self.home = Engine(model_of("gqa"), sizes, self.heard, home="home")
-        self.other = Engine(model_of("gqa"), sizes, Listener(), home="other")
+        self.home = Engine(model_of("gqa"), sizes, home="home")
+        self.other = Engine(model_of("gqa"), sizes, home="other")
 
     async def open(self) -> Stalling:
-        await self.home.start()
-        await self.other.start()
+        await self.home.start(self.heard)
+        await self.other.start(Listener())
         await self.home.hosting.open("guest", "g", MODULE, num_blocks_wanted=9, num_blocks_least=9)
         granted = await self.other.hosting.open(
             "home", "m", MODULE, num_blocks_wanted=300, num_blocks_least=40

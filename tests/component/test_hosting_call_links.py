@@ -43,8 +43,8 @@ class Scene:
 @asynccontextmanager
 async def hosting(listener: Listener | None = None) -> AsyncGenerator[Scene]:
     sizes = EngineSettings(max_model_len=128, num_blocks=200, block_size=8, max_num_batched_tokens=64)
-    engine = Engine(MODEL, sizes, listener or Listener(), home="host")
-    await engine.start()
+    engine = Engine(MODEL, sizes, home="host")
+    await engine.start(listener or Listener())
     near, far = (make_transport("ucx", name, b"secret") for name in ("home", "host"))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)

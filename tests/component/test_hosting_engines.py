@@ -39,8 +39,8 @@ async def host(
         max_num_batched_tokens=64,
         device_share=share,
     )
-    engine = Engine(model_of("gqa"), sizes, listener or Listener(), home="the-host", attention=attention)
-    await engine.start()
+    engine = Engine(model_of("gqa"), sizes, home="the-host", attention=attention)
+    await engine.start(listener or Listener())
     try:
         async with asyncio.timeout(WAIT_SECONDS):
             yield engine

@@ -69,10 +69,10 @@ class Reference:
         settings = EngineSettings(
             max_model_len=512, num_blocks=256, block_size=BLOCK_SIZE, num_threads=1, prefix_cache=False
         )
-        self._engine = Engine(tiny_model(), settings, self._listener)
+        self._engine = Engine(tiny_model(), settings)
 
     async def __aenter__(self) -> "Reference":
-        await self._engine.start()
+        await self._engine.start(self._listener)
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -70,8 +70,8 @@ def reference() -> Callable[[list[str], int], list[str]]:
         settings = EngineSettings(
             num_blocks=1600, max_num_batched_tokens=2048, max_model_len=2048, num_threads=2
         )
-        engine = Engine(model, settings, collector)
-        await engine.start()
+        engine = Engine(model, settings)
+        await engine.start(collector)
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         for i, prompt in enumerate(prompts):
             token_ids = tokenizer.encode(prompt)
