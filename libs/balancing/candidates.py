@@ -5,9 +5,10 @@ from itertools import groupby
 
 from libs.balancing.device_model import load_without_hosted
 from libs.balancing.settings import BalancingSettings
-from libs.balancing.view import Device, Flip, Inbound, Outbound, Role
+from libs.balancing.view import Device, Flip, Inbound, Outbound
 from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
 from libs.placement.placement import Placement
+from libs.placement.role import Role
 
 DELTA_LAYER = 0.4
 """From this gap on layers move also where memory is what weighs."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from libs.balancing.view import Device, Inbound, Load, Outbound, Role, fullness
+from libs.balancing.view import Device, Inbound, Load, Outbound, fullness
 from libs.cost.migration import (
     LinkCost,
     kv_bytes,
@@ -16,6 +16,7 @@ from libs.cost.migration import (
 )
 from libs.placement.module import Module, ModuleKind
 from libs.placement.placement import Placed, Placement
+from libs.placement.role import Role
 
 SMOOTHING_SECONDS = 1.5
 """Loads are averaged over about this time."""

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from libs.balancing.device_model import Predicted, predict_inbound, predict_outbound
-from libs.balancing.view import Device, Flip, Inbound, Outbound, Role
+from libs.balancing.view import Device, Flip, Inbound, Outbound
+from libs.placement.role import Role
 
 PAYS = "pays"
 

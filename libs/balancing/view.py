@@ -5,13 +5,13 @@ Shares are busy seconds per second; bytes are of the memory for KV and hosted mo
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import msgspec
 
 from libs.cost.migration import ModelShape
 from libs.placement.module import Module
 from libs.placement.placement import Placement
+from libs.placement.role import Role
 
 COMPUTE_WEIGHT, MEMORY_WEIGHT, QUEUE_WEIGHT = 0.5, 0.4, 0.1
 """Of a device's busy share, of the taken share of its blocks, and of its queue, in its utilization."""
@@ -21,14 +21,6 @@ QUEUE_SECONDS = 1.0
 """Seconds of queued work that count as a queue of 1."""
 MEMORY_PRESSURE = 0.8
 """Memory is short where more than this share of the blocks is taken."""
-
-
-class Role(Enum):
-    """What the instance of a worker does."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)

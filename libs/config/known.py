@@ -9,9 +9,8 @@ import ast
 from functools import cache
 from pathlib import Path
 
-KNOWN_VARIABLES = frozenset({"KVMESH_PARENT_PID", "KVMESH_ROLE_FLIPS", "KVMESH_UCX_LIBRARY", "KVMESH_URL"})
-"""KVMESH_* variables that are no settings: of `up` for its children, of a worker for the one that it becomes,
-of the transport, of the CLI."""
+KNOWN_VARIABLES = frozenset({"KVMESH_PARENT_PID", "KVMESH_UCX_LIBRARY", "KVMESH_URL"})
+"""KVMESH_* variables that are no settings: of `up` for its children, of the transport, of the CLI."""
 
 _ROOT = Path(__file__).parents[2]
 

@@ -97,23 +97,23 @@ class Switched:
 class EngineListener(Protocol):
     """Hears what the engine makes. Called on the event loop, synchronously; must not block."""
 
-    def on_tokens(self, tokens: Sequence[TokenOutput]) -> None:
+    def on_tokens(self, tokens: Sequence[TokenOutput], /) -> None:
         """All tokens of one step, one call."""
         ...
 
-    def on_layer(self, output: LayerOutput) -> None:
+    def on_layer(self, output: LayerOutput, /) -> None:
         """A layer of a chunk of a sequence begun with `hand_over`; `release_layer` when it was sent."""
         ...
 
-    def on_prompt_done(self, output: TokenOutput) -> None:
+    def on_prompt_done(self, output: TokenOutput, /) -> None:
         """First token of a `hand_over` sequence, after all its layers; its blocks are free again."""
         ...
 
-    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+    def on_names(self, stored: Sequence[bytes], removed: Sequence[bytes], /) -> None:
         """Names of blocks that can be found here since the last call, and that no longer can; one call a
         step."""
         ...
 
-    def on_failed(self, failure: SequenceFailed) -> None:
+    def on_failed(self, failure: SequenceFailed, /) -> None:
         """The sequence is over without an end of its own. Not called for `abort`."""
         ...

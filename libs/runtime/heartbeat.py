@@ -50,7 +50,7 @@ async def beat(runtime: Runtime, ended: asyncio.Event) -> None:
 async def report_load(runtime: Runtime, load: Callable[[], WorkerLoad], sequence: int) -> None:
     """Publish `load()` once, as report number `sequence`; a broker that is away misses it."""
     report = LoadReport(
-        kind=runtime.identity.kind, incarnation=runtime.incarnation, sequence=sequence, load=load()
+        kind=runtime.presence.kind, incarnation=runtime.incarnation, sequence=sequence, load=load()
     )
     try:
         await runtime.bus.publish(report)

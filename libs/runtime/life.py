@@ -13,7 +13,6 @@ from libs.config.load import EXIT_BAD_SETTINGS
 from libs.cost.load import WorkerLoad
 from libs.runtime.heartbeat import beat, keep_reporting_load, report_load
 from libs.runtime.runtime import Runtime, end_tasks
-from libs.runtime.successor import Successor
 
 CLOSE_TIMEOUT_SECONDS = 10.0
 EXIT_CRASHED = 1
@@ -56,19 +55,6 @@ class Stop:
         self.asked = asyncio.Event()
         self.skip_drain = False
         """Nobody waits for the work in progress any more: the parent is dead."""
-        self.on_succession: Callable[[], None] = lambda: None
-        """Called when the life ends in favour of another program."""
-        self._successor: Successor | None = None
-
-    @property
-    def successor(self) -> Successor | None:
-        """What the process lives on as; None as soon as it is asked to end."""
-        return None if self.asked.is_set() else self._successor
-
-    def make_way_for(self, successor: Successor) -> None:
-        """The service ends in favour of `successor`."""
-        self._successor = successor
-        self.on_succession()
 
 
 async def live(
@@ -82,8 +68,6 @@ async def live(
     """Live one life; returns the exit code: 0 when asked to end, 1 when something broke and was logged.
 
     `on_opened` is called when the service is open, before others hear that it is ready.
-
-    Where `stop.successor` is set afterwards, the process is to become that program instead of ending.
     """
     ended = asyncio.Event()
     heartbeat = asyncio.create_task(beat(runtime, ended), name="heartbeat")
@@ -93,11 +77,11 @@ async def live(
         on_opened()
         exit_code = await _serve(service, runtime, stop)
         if exit_code == 0 and not stop.skip_drain:
-            runtime.become(ServiceState.DRAINING, _becoming(stop))
-            await _drain(service, stop, drain_timeout_seconds)
+            runtime.become(ServiceState.DRAINING)
+            await _bounded("drain", service.drain(), drain_timeout_seconds)
         return exit_code
     finally:
-        runtime.become(ServiceState.DRAINING, _becoming(stop) or "closing")
+        runtime.become(ServiceState.DRAINING, "closing")
         await runtime.cancel_spawned()
         await _bounded("close", service.close(), CLOSE_TIMEOUT_SECONDS)
         ended.set()
@@ -123,32 +107,14 @@ async def _open(service: Service, runtime: Runtime, stop: Stop) -> int | None:
 
 
 async def _serve(service: Service, runtime: Runtime, stop: Stop) -> int:
-    """Serve until asked to stop or to make way, or until a background task crashes; returns the exit code."""
+    """Serve until asked to stop, or until a background task crashes; returns the exit code."""
     if isinstance(service, ReportsLoad):
         # Before others hear that it is ready: no work is placed on a worker whose load is unknown.
         await report_load(runtime, service.load, 1)
         runtime.spawn("load-report", keep_reporting_load(runtime, service.load, 2))
     runtime.become(ServiceState.READY)
-    await _first(stop.asked.wait(), runtime.wait_crashed(), runtime.wait_successor())
-    if runtime.successor and not stop.asked.is_set():
-        stop.make_way_for(runtime.successor)
-        return 0
+    await _first(stop.asked.wait(), runtime.wait_crashed())
     return 0 if stop.asked.is_set() else EXIT_CRASHED
-
-
-def _becoming(stop: Stop) -> str:
-    return f"becoming {stop.successor.title}" if stop.successor else ""
-
-
-async def _drain(service: Service, stop: Stop, timeout_seconds: float) -> None:
-    """Drain in a bound. One that makes way for a successor is cut short when the parent dies meanwhile."""
-    draining = asyncio.create_task(_bounded("drain", service.drain(), timeout_seconds), name="drain")
-    try:
-        await _first(draining, stop.asked.wait())
-        if not stop.skip_drain:
-            await draining
-    finally:
-        await end_tasks([draining])
 
 
 async def _first(*awaitables: Awaitable[object]) -> None:

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry
 from libs.bus.bus import Bus
 from libs.bus.messages.presence import Presence, ServiceState
 from libs.runtime.identity import Identity
-from libs.runtime.successor import Successor
 
 Spawn = Callable[[str, Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 """`Runtime.spawn`, for those who need nothing else of it."""
@@ -34,7 +33,6 @@ class Runtime:
         self._load_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._crashed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._succession: asyncio.Future[Successor] = asyncio.get_running_loop().create_future()
 
     @property
     def incarnation(self) -> str:
@@ -59,7 +57,8 @@ class Runtime:
                 listener()
 
     def become(self, state: ServiceState, detail: str = "") -> None:
-        """Enter a state of life. The runtime does this around open, drain and close; a service need not."""
+        """Enter a state of life. The runtime does this around open, drain and close; a service where
+        it takes no work for a while."""
         self.describe(state=state, detail=detail)
         log.info("state_entered", state=state.value, detail=detail)
 
@@ -98,21 +97,6 @@ class Runtime:
     async def wait_crashed(self) -> BaseException:
         """The error of the first background task that crashed; waits until one does."""
         return await asyncio.shield(self._crashed)
-
-    def end_as(self, successor: Successor) -> None:
-        """End this life in order and live on as another program. Who asks the process to end goes before it;
-        the first successor stays."""
-        if not self._succession.done():
-            self._succession.set_result(successor)
-
-    @property
-    def successor(self) -> Successor | None:
-        """What was given to `end_as`."""
-        return self._succession.result() if self._succession.done() else None
-
-    async def wait_successor(self) -> Successor:
-        """What is given to `end_as`; waits for it."""
-        return await asyncio.shield(self._succession)
 
     async def cancel_spawned(self) -> None:
         """End all background tasks and wait for them. Idempotent."""

@@ -22,7 +22,6 @@ from libs.runtime.probes import probe_app
 from libs.runtime.runtime import Runtime
 from libs.runtime.settings import RuntimeSettings
 from libs.runtime.signals import Parent, end_at_latest_after, stop_on_signals
-from libs.runtime.successor import replace_process
 from libs.telemetry.logs import configure_logs
 from libs.telemetry.metrics import new_registry
 from libs.telemetry.traces import configure_traces
@@ -38,8 +37,7 @@ log = structlog.get_logger()
 def run_service(
     kind: ServiceKind, settings_type: type[S], build: Callable[[S], Service], *, serves_probes: bool = True
 ) -> None:
-    """Read settings, live, and end the process: 0 asked to end, 1 broken, 2 bad settings; or become the
-    program that the service ends as.
+    """Read settings, live, and end the process: 0 asked to end, 1 broken, 2 bad settings.
 
     `serves_probes` False is for a program whose own HTTP server has /live, /ready and /metrics.
     """
@@ -52,14 +50,7 @@ def run_service(
     except SettingsError as error:
         exit_for(error, kind.value)
     stop, identity = Stop(), new_identity(kind, settings.name)
-    exit_code = uvloop.run(_run(identity, settings, build, serves_probes, stop, parent))
-    if successor := stop.successor:
-        try:
-            replace_process(successor)
-        except OSError as error:
-            log.error("program_not_replaced", program=successor.module, error=str(error))  # noqa: TRY400
-            exit_code = EXIT_CRASHED
-    raise SystemExit(exit_code)
+    raise SystemExit(uvloop.run(_run(identity, settings, build, serves_probes, stop, parent)))
 
 
 async def _run(
@@ -86,8 +77,7 @@ async def _run(
         await bus.close()
         tracing.close()
     log.info("service_ended", exit_code=exit_code)
-    if not stop.successor:
-        end_at_latest_after(_LEAVE_SECONDS, exit_code)
+    end_at_latest_after(_LEAVE_SECONDS, exit_code)
     return exit_code
 
 
@@ -106,7 +96,7 @@ async def live_on(
     `on_opened` is called when everything is acquired, before others hear that it is ready.
     """
     registry = new_registry(
-        identity.kind.value, identity.name, identity.incarnation, version=version("kvmesh")
+        lambda: runtime.presence.kind.value, identity.name, identity.incarnation, version=version("kvmesh")
     )
     presence = Presence(
         kind=identity.kind,

@@ -29,13 +29,10 @@ class Parent:
 
 
 def stop_on_signals(stop: Stop, parent: Parent, *, drain_timeout_seconds: float) -> None:
-    """The first SIGTERM or SIGINT asks the service to end, the second ends the process at once.
-
-    However it ends, also in favour of another program, it does so within a bound.
-    """
+    """The first SIGTERM or SIGINT asks the service to end, within a bound; the second ends the process at
+    once."""
     loop = asyncio.get_running_loop()
     limit_seconds = drain_timeout_seconds + CLOSE_TIMEOUT_SECONDS + 5
-    stop.on_succession = lambda: end_at_latest_after(limit_seconds, 1)
 
     def asked(number: signal.Signals) -> None:
         if stop.asked.is_set():

@@ -24,13 +24,13 @@ from libs.balancing.view import (
     Load,
     MeshView,
     Outbound,
-    Role,
     UnderWay,
     reported_load,
 )
 from libs.cost.migration import ModelShape, step_overhead_seconds, weight_memory_bytes
 from libs.placement.phases import new_move_id
 from libs.placement.placement import Placed, all_home
+from libs.placement.role import Role
 from libs.simulator.decode_instance import DecodeInstance
 from libs.simulator.event_loop import Due
 from libs.simulator.pace import Pace

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -34,14 +34,15 @@ TRANSFER_SECONDS_BUCKETS = (
 """For tensors between processes."""
 
 
-def new_registry(service: str, name: str, incarnation: str, *, version: str) -> CollectorRegistry:
-    """A registry with the process's own metrics and `kvmesh_service_info`; never the global one."""
+def new_registry(
+    service: Callable[[], str], name: str, incarnation: str, *, version: str
+) -> CollectorRegistry:
+    """A registry with the process's own metrics and `kvmesh_service_info`; never the global one. What the
+    service is may change while it runs."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
-    labels = {"service": service, "name": name, "incarnation": incarnation, "version": version}
-    info = Gauge("kvmesh_service_info", "Who this process is.", labelnames=list(labels), registry=registry)
-    info.labels(**labels).set(1)
+    registry.register(_ServiceInfo(service, {"name": name, "incarnation": incarnation, "version": version}))
     return registry
 
 
@@ -60,6 +61,21 @@ def count_from(
 ) -> None:
     """A counter that is read where it is kept: by `label`, or without, under the key ""."""
     registry.register(_Kept(name, text, values, label))
+
+
+class _ServiceInfo(Collector):
+    def __init__(self, service: Callable[[], str], labels: Mapping[str, str]) -> None:
+        self._service, self._labels = service, labels
+
+    def collect(self) -> Any:
+        labels = {"service": self._service(), **self._labels}
+        info = GaugeMetricFamily("kvmesh_service_info", "Who this process is.", labels=list(labels))
+        info.add_metric(list(labels.values()), 1)
+        yield info
+
+    def describe(self) -> Any:
+        """Without values: the service may not be there yet."""
+        return [GaugeMetricFamily("kvmesh_service_info", "Who this process is.")]
 
 
 class _Kept(Collector):

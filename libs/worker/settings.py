@@ -1,4 +1,4 @@
-"""Settings that every worker has, whichever its role."""
+"""Settings of a worker, whatever its role."""
 
 from typing import Annotated, Literal
 
@@ -7,10 +7,19 @@ from msgspec import Meta
 from libs.model.source import DEFAULT_MODEL
 from libs.runtime.settings import RuntimeSettings
 
+RoleSetting = Annotated[
+    Literal["prefill", "decode", "both"],
+    Meta(
+        description="prefill: runs prompts and hands their KV over; decode: generates with such KV; both: "
+        "generates, and runs the prompts itself. `kvmesh role` changes it"
+    ),
+]
+
 
 class WorkerSettings(RuntimeSettings, frozen=True, kw_only=True):
     """Settings of a process that runs the model."""
 
+    role: RoleSetting = "both"
     model: Annotated[
         str, Meta(description="a GGUF file, a Hugging Face directory, or the name of a model", min_length=1)
     ] = DEFAULT_MODEL
@@ -41,6 +50,36 @@ class WorkerSettings(RuntimeSettings, frozen=True, kw_only=True):
         float,
         Meta(description="a decode worker frees what its prefill worker is silent about for longer", gt=0),
     ] = 10.0
+    max_waiting: Annotated[
+        int, Meta(description="prompts to hand over that may be here, waiting or running", ge=1)
+    ] = 512
+    max_held: Annotated[
+        int, Meta(description="sequences to generate that may be here, running or awaited", ge=1)
+    ] = 1024
+    connect_timeout_seconds: Annotated[
+        float, Meta(description="a decode worker that does not answer a Link in time is given up", gt=0)
+    ] = 2.0
+    send_timeout_seconds: Annotated[
+        float, Meta(description="a decode worker that takes a frame no faster is given up", gt=0)
+    ] = 10.0
+    store_find_timeout_seconds: Annotated[
+        float, Meta(description="a KV store that answers no faster holds nothing", gt=0)
+    ] = 0.25
+    store_fetch_timeout_seconds: Annotated[
+        float, Meta(description="a prefix that arrives no faster is computed", gt=0)
+    ] = 2.0
+    store_fetch_when: Annotated[
+        Literal["faster", "always"],
+        Meta(
+            description="faster: not what is computed sooner; always: whatever it costs, within the timeouts"
+        ),
+    ] = "faster"
+    store_put_mib: Annotated[
+        int, Meta(description="KV kept for the KV stores until it is sent; what exceeds it is not put", ge=0)
+    ] = 256
+    store_finished: Annotated[
+        bool, Meta(description="whether the KV of finished sequences goes to the KV stores")
+    ] = True
     max_unsent_deltas: Annotated[
         int, Meta(description="token deltas kept for gateways while the broker is away", ge=1)
     ] = 65536

@@ -80,6 +80,13 @@ def max_model_len_of(settings: WorkerSettings, model: Model) -> int:
     return min(settings.max_model_len, limit) if settings.max_model_len else limit
 
 
+def max_sequence_len_of(settings: WorkerSettings, model: Model) -> int:
+    """Tokens that one sequence may have here: within the context length, and what the whole pool holds."""
+    layers_bytes = model.config.num_layers * block_shape_of(model, settings.block_size).num_bytes
+    num_blocks = pool_blocks(engine_settings_of(settings, model), layers_bytes)
+    return min(max_model_len_of(settings, model), num_blocks * settings.block_size)
+
+
 def engine_settings_of(settings: WorkerSettings, model: Model) -> EngineSettings:
     """The engine's sizes."""
     return EngineSettings(
@@ -110,23 +117,16 @@ def describe_instance(
     settings: WorkerSettings,
     model: Model,
     *,
-    link_address: str = "",
-    hosting_address: str = "",
-    calls_address: str = "",
-    runs_prompts: bool = False,
-    num_seats: int = 0,
+    hosting_address: str,
+    calls_address: str,
 ) -> None:
-    """Tell others which model runs here, whose KV it can share, and how many requests may be here (0: not
-    told)."""
+    """Tell others which model runs here, and whose KV it can share."""
     config, block_bytes = model.config, block_shape_of(model, settings.block_size).num_bytes
     sizes = engine_settings_of(settings, model)
     runtime.describe(
         model=settings.model,
         model_fingerprint=fingerprint_of(settings, model),
         max_model_len=max_model_len_of(settings, model),
-        link_address=link_address,
-        runs_prompts=runs_prompts,
-        num_seats=num_seats,
         num_layers=config.num_layers,
         block_bytes=config.num_layers * block_bytes,
         hosting_address=hosting_address,

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NoReturn
 
@@ -12,6 +12,9 @@ from libs.bus.bus import Bus
 from libs.bus.errors import BusError, MessageTooLarge
 from libs.bus.messages.generation import TokenDelta, TokenFrame
 from libs.worker.outbox import TokenOutbox
+
+SendTokens = Callable[[str, Sequence[TokenDelta]], None]
+"""Gateway, and what one step has for it."""
 
 RETRY_SECONDS = 0.05
 """Between two attempts while the broker is away; its return is not announced."""

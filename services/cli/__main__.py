@@ -20,6 +20,7 @@ from services.cli.explain import show_explanation
 from services.cli.gateway import ChatRequest, Gateway, GatewayError
 from services.cli.migrate import show_moves, start_move
 from services.cli.placement import show_placement
+from services.cli.role import change_role
 from services.cli.status import show_status
 
 
@@ -67,6 +68,9 @@ def _run(gateway: Gateway, options: argparse.Namespace) -> None:
         case "migrate":
             with terminable():  # a move goes on without the command, which says so
                 _migrate(gateway, options, as_json=as_json)
+        case "role":
+            waits = sys.stdout.isatty() if options.wait is None else options.wait
+            change_role(gateway, options.worker, options.role, waits=waits, as_json=as_json, out=sys.stdout)
         case _:
             _chat(gateway, options, as_json=as_json)
 

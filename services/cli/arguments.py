@@ -28,6 +28,7 @@ def new_parser() -> argparse.ArgumentParser:
     commands.add_parser("status", parents=[shared], help="services, load, blocks, rates")
     commands.add_parser("placement", parents=[shared], help="who runs which layers and holds which heads")
     _add_migrate(commands.add_parser("migrate", parents=[shared], help="move layers, heads or blocks, live"))
+    _add_role(commands.add_parser("role", parents=[shared], help="change what a worker does, in place"))
     explain = commands.add_parser("explain", parents=[shared], help="why modules moved or stayed")
     explain.add_argument("--rounds", type=_positive, default=20, help="of the loop, the last so many")
     commands.add_parser("version", help="what this is")
@@ -99,7 +100,20 @@ def _add_migrate(migrate: argparse.ArgumentParser) -> None:
     others = migrate.add_mutually_exclusive_group()
     others.add_argument("--list", action="store_true", help="moves under way and past")
     others.add_argument("--cancel", metavar="MOVE_ID", help="roll a move back, if it has not switched")
-    migrate.add_argument(
+    _add_admin_key(migrate)
+
+
+def _add_role(role: argparse.ArgumentParser) -> None:
+    role.add_argument("worker", help="by name or incarnation")
+    role.add_argument("role", choices=("prefill", "decode", "both"), help="what it does from then on")
+    role.add_argument(
+        "--wait", action=argparse.BooleanOptionalAction, help="until it is ready; default: on a terminal"
+    )
+    _add_admin_key(role)
+
+
+def _add_admin_key(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "--admin-key", default="", help="else $KVMESH_ADMIN_KEY, else what `kvmesh up` left on this machine"
     )
 

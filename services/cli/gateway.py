@@ -98,6 +98,11 @@ class Gateway:
         """Roll a move back, with the admin key."""
         return self._call("DELETE", _move_path(move_id), headers=self._admin_headers)
 
+    def change_role(self, worker: str, role: str) -> dict[str, Any]:
+        """POST /v1/mesh/workers/{name}/role, with the admin key: {"name": ..., "incarnation": ...}."""
+        path = f"/v1/mesh/workers/{quote(worker, safe='')}/role"
+        return self._call("POST", path, headers=self._admin_headers, json={"role": role})
+
     def first_model(self) -> str:
         """The name of the first model that is served."""
         models = self._get("/v1/models").get("data") or []

@@ -6,6 +6,7 @@ from typing import Any, TextIO
 from rich.table import Table
 
 from services.cli.console import ReadConsole
+from services.cli.role import role_of
 
 _COLOURS = {"ready": "green", "starting": "yellow", "draining": "yellow"}
 
@@ -23,6 +24,7 @@ def show_status(mesh: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("service", no_wrap=True)
     table.add_column("state", no_wrap=True)
+    table.add_column("role", no_wrap=True)
     for title in ("running", "waiting", "arriving", "blocks", "tokens/s", "busy"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("incarnation")
@@ -31,9 +33,10 @@ def show_status(mesh: dict[str, Any], *, as_json: bool, out: TextIO) -> None:
         state = str(service.get("state", "?"))
         coloured = f"[{_COLOURS.get(state, 'red')}]{state}[/]"
         facts = [str(service.get("incarnation", "")), str(service.get("detail", ""))]
-        table.add_row(str(service.get("name", "?")), coloured, *load_cells(service.get("load")), *facts)
+        name, load = str(service.get("name", "?")), service.get("load")
+        table.add_row(name, coloured, role_of(service), *load_cells(load), *facts)
     if any((totals := mesh.get("totals") or {}).values()):
-        table.add_row("[bold]all[/]", "", *load_cells(totals))
+        table.add_row("[bold]all[/]", "", "", *load_cells(totals))
     console = ReadConsole(file=out, highlight=False, width=None if out.isatty() else _PIPE_WIDTH)
     console.print(table)
     tiers = [(service, tier) for service in mesh.get("services", []) for tier in _tiers(service)]

@@ -14,6 +14,7 @@ from services.gateway.generation.fields import (
     TokenizeRequest,
 )
 from services.gateway.mesh.migration_fields import MigrationRequest
+from services.gateway.mesh.roles_api import RoleRequest
 
 _POSTS: dict[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct] | None, bool]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatRequest, ChatCompletion, True),
@@ -70,12 +71,13 @@ def openapi_document() -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     structs = [struct for _, asked, answer, _ in _POSTS.values() for struct in (asked, answer) if struct]
     _, components = msgspec.json.schema_components(
-        [*structs, MigrationRequest, ErrorDocument], ref_template="#/components/schemas/{name}"
+        [*structs, MigrationRequest, RoleRequest, ErrorDocument], ref_template="#/components/schemas/{name}"
     )
     paths: dict[str, Any] = {path: {"get": _get(path, text)} for path, text in _GETS.items()}
     paths |= {path: {"post": _post(*facts)} for path, facts in _POSTS.items()}
     paths["/v1/mesh/migrations"]["post"] = _start_migration()
     paths["/v1/mesh/migrations/{id}"]["delete"] = _cancel_migration()
+    paths["/v1/mesh/workers/{name}/role"] = {"post": _change_role()}
     security = {
         "key": {"type": "http", "scheme": "bearer"},
         "admin_key": {"type": "http", "scheme": "bearer"},
@@ -121,6 +123,22 @@ def _cancel_migration() -> dict[str, Any]:
         "security": [{"admin_key": []}],
         "parameters": [_in_path("id")],
         "responses": {"202": {"description": "It is rolled back"}, **_errors(_ADMIN_ERRORS)},
+    }
+
+
+def _change_role() -> dict[str, Any]:
+    return {
+        "summary": "Make a worker, by name or incarnation, a prefill worker, a decode worker, or both",
+        "security": [{"admin_key": []}],
+        "parameters": [_in_path("name")],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(RoleRequest)}},
+        },
+        "responses": {
+            "202": {"description": "It ends its work, then has that role: /v1/mesh tells when it is ready"},
+            **_errors({"400": _ERRORS["400"], **_ADMIN_ERRORS}),
+        },
     }
 
 

@@ -37,6 +37,7 @@ from services.gateway.mesh.mesh_feed import MeshFeed
 from services.gateway.mesh.mesh_page import PAGE_PATHS, MeshPage
 from services.gateway.mesh.migrations_api import MigrationsApi
 from services.gateway.mesh.placement_view import move_document, placement_document
+from services.gateway.mesh.roles_api import RolesApi
 from services.gateway.mesh.view import (
     instances,
     mesh_status,
@@ -132,6 +133,7 @@ class GatewayService:
             deadline_seconds=settings.move_deadline_seconds,
             max_body_bytes=settings.max_body_bytes,
         )
+        roles = RolesApi(runtime.bus, self._roster, max_body_bytes=settings.max_body_bytes)
         openapi = msgspec.json.encode(openapi_document())
         operations = OperationsApi(runtime.registry, openapi, readiness=self._readiness, mesh=self._mesh)
         return build_app(
@@ -139,6 +141,7 @@ class GatewayService:
                 *generation_routes(reader, stream, self._limit),
                 *ModelApi(self._served, max_body_bytes=settings.max_body_bytes).routes(),
                 *migrations.routes(),
+                *roles.routes(),
                 *MeshPage(self._feed, metrics).routes(),
                 *operations.routes(),
             ],

@@ -1,12 +1,13 @@
 """The mesh as the loop is to see it: the ready workers of whom all is known and fresh. Pure."""
 
-from libs.balancing.view import Device, MeshView, Role, UnderWay, reported_load
+from libs.balancing.view import Device, MeshView, UnderWay, reported_load
 from libs.bus.messages.migration import PlacementTold
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.cost.load import WorkerLoad
 from libs.cost.migration import shape_of
 from libs.mesh.cluster_state import ClusterState
 from libs.mesh.workers import WORKERS
+from libs.placement.role import Role
 
 STALE_AFTER_SECONDS = 3.0
 """A worker whose load reports stay out for longer is not used."""

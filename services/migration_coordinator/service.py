@@ -15,9 +15,9 @@ from libs.balancing.view import Flip, Inbound, Outbound, RoundReport
 from libs.bus.errors import BusError, NotConnected, RequestTimedOut, Undecodable
 from libs.bus.messages.migration import (
     AbandonMove,
+    ChangeRole,
     DenialReason,
     ExplainRounds,
-    FlipRole,
     MoveDenied,
     MoveRecord,
     MoveTold,
@@ -30,6 +30,7 @@ from libs.bus.subscriptions import Subscription
 from libs.mesh.cluster_state import ClusterState
 from libs.mesh.migrations import planned
 from libs.placement.phases import MovePhase, is_automatic, new_move_id
+from libs.placement.role import Role
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
 from services.migration_coordinator.devices import view_of
@@ -219,7 +220,7 @@ class CoordinatorService:
             return
         log.info("move_decided", decision=report.decision, gap=round(report.gap, 3))
         if isinstance(decision, Flip):
-            self._runtime.spawn("flip", self._flip(decision.worker))
+            self._runtime.spawn("change-role", self._change_role(decision.worker, decision.to))
         else:
             self._begin(decision, report, now)
 
@@ -266,9 +267,10 @@ class CoordinatorService:
                 return
         self._metrics.decisions.labels("brought_home" if record.is_return else "moved").inc()
 
-    async def _flip(self, worker: str) -> None:
+    async def _change_role(self, worker: str, role: Role) -> None:
+        order = ChangeRole(role=role)
         try:
-            answer = await self._bus.request(FlipRole(), to=worker, timeout_seconds=ORDER_TIMEOUT_SECONDS)
+            answer = await self._bus.request(order, to=worker, timeout_seconds=ORDER_TIMEOUT_SECONDS)
         except BusError as error:
             self._was_denied("unanswered", f"{self._cluster.name(worker)}: {error}")
             return

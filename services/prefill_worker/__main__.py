@@ -2,8 +2,8 @@
 
 from libs.bus.messages.presence import ServiceKind
 from libs.runtime.service import run_service
-from services.prefill_worker.service import PrefillWorkerService
+from libs.worker.worker import Worker
 from services.prefill_worker.settings import PrefillWorkerSettings
 
 if __name__ == "__main__":
-    run_service(ServiceKind.PREFILL_WORKER, PrefillWorkerSettings, PrefillWorkerService)
+    run_service(ServiceKind.PREFILL_WORKER, PrefillWorkerSettings, Worker)

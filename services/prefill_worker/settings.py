@@ -1,19 +1,9 @@
-"""Settings of the prefill worker."""
+"""Settings of the prefill worker: those of every worker, with another default."""
 
-from typing import Annotated
-
-from msgspec import Meta
-
-from libs.worker.stores.settings import StoreSettings
+from libs.worker.settings import RoleSetting, WorkerSettings
 
 
-class PrefillWorkerSettings(StoreSettings, frozen=True, kw_only=True):
-    """Runs prompts in chunks and hands their KV over layer by layer as it is made."""
+class PrefillWorkerSettings(WorkerSettings, frozen=True, kw_only=True):
+    """Settings of a worker that starts as one that runs prompts and hands their KV over."""
 
-    max_waiting: Annotated[int, Meta(description="prompts that may be here, waiting or running", ge=1)] = 512
-    connect_timeout_seconds: Annotated[
-        float, Meta(description="a decode worker that does not answer a Link in time is given up", gt=0)
-    ] = 2.0
-    send_timeout_seconds: Annotated[
-        float, Meta(description="a decode worker that takes a frame no faster is given up", gt=0)
-    ] = 10.0
+    role: RoleSetting = "prefill"

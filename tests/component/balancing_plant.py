@@ -24,7 +24,6 @@ from libs.balancing.view import (
     Inbound,
     MeshView,
     Outbound,
-    Role,
     RoundReport,
     UnderWay,
     reported_load,
@@ -33,6 +32,7 @@ from libs.cost.migration import ModelShape
 from libs.placement.module import Module, ModuleKind
 from libs.placement.phases import new_move_id
 from libs.placement.placement import Placed, all_home
+from libs.placement.role import Role
 
 ROUND_SECONDS = 0.5
 MOVE_ROUNDS = 4

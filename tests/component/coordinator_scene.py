@@ -15,13 +15,14 @@ from libs.bus.errors import BusError
 from libs.bus.message import Request
 from libs.bus.messages.migration import (
     AbandonMove,
+    ChangeRole,
     DenialReason,
-    FlipRole,
     MoveAccepted,
     MoveDenied,
     MoveRecord,
     MoveTold,
     PlacementTold,
+    RoleAccepted,
     StartMove,
 )
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
@@ -29,6 +30,7 @@ from libs.cost.load import WorkerLoad
 from libs.placement.module import Module, heads_of
 from libs.placement.phases import MovePhase, is_over
 from libs.placement.placement import Placed, all_home
+from libs.placement.role import Role
 from libs.runtime.identity import new_identity
 from services.migration_coordinator.service import CoordinatorService
 from services.migration_coordinator.settings import CoordinatorSettings
@@ -55,7 +57,7 @@ class ToldWorker:
         self.moves: dict[str, MoveRecord] = {}
         self.started: list[StartMove] = []
         self.abandoned: list[str] = []
-        self.num_flips = 0
+        self.roles = list[Role]()
         self.denial: MoveDenied | None = None
         self.hangs = self.breaks = False
         self.forgets = False
@@ -66,7 +68,7 @@ class ToldWorker:
     async def open(self) -> None:
         await self.bus.serve(StartMove, self._start, at=self.incarnation)
         await self.bus.serve(AbandonMove, self._abandon, at=self.incarnation)
-        await self.bus.serve(FlipRole, self._flip, at=self.incarnation)
+        await self.bus.serve(ChangeRole, self._change_role, at=self.incarnation)
         self.task = asyncio.create_task(self._tell_for_ever())
 
     async def kill(self) -> None:
@@ -156,9 +158,9 @@ class ToldWorker:
         await self.end(abandon.move_id, MovePhase.FAILED)
         return MoveAccepted(move_id=abandon.move_id, epoch=self.placement.epoch)
 
-    async def _flip(self, _: FlipRole) -> MoveAccepted:
-        self.num_flips += 1
-        return MoveAccepted(move_id="", epoch=0)
+    async def _change_role(self, order: ChangeRole) -> RoleAccepted:
+        self.roles.append(order.role)
+        return RoleAccepted(role=order.role)
 
     async def end(self, move_id: str, phase: MovePhase = MovePhase.DONE) -> None:
         """The move comes to its end."""

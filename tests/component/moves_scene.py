@@ -46,7 +46,7 @@ class MovesScene:
 
     @property
     def placement(self) -> Placement:
-        return self.home.service._engine.migrations.placement
+        return self.home.service.engine.migrations.placement
 
     def told_placement(self, worker: Hosted) -> Placement:
         """As everybody was told of it last."""

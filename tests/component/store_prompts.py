@@ -33,7 +33,7 @@ class Computed:
 
     def __init__(self, hosted: Hosted) -> None:
         self.num_tokens = 0
-        meter = hosted.service._engine._thread.meter
+        meter = hosted.service.engine._thread.meter
         end = meter.end
 
         def count(num_tokens: int | None, *args: object, **kwargs: object) -> None:

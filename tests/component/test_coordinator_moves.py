@@ -9,6 +9,7 @@ from coordinator_scene import coordinator_scene, module_of
 from libs.bus.messages.migration import DenialReason, ExplainRounds, MoveDenied
 from libs.bus.messages.presence import ServiceKind
 from libs.placement.phases import MovePhase
+from libs.placement.role import Role
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -134,9 +135,9 @@ def test_where_roles_may_flip_an_idle_worker_is_asked_to(run_virtually: Run) -> 
             for worker in (first, second):
                 worker.load = {"busy_share": 0.25, "queued_seconds": 4.0}
             prefills = [scene.workers["prefill-0"], scene.workers["prefill-1"]]
-            await scene.until(lambda: sum(one.num_flips for one in prefills) == 1, 20)
+            await scene.until(lambda: [role for one in prefills for role in one.roles] == [Role.DECODE], 20)
             await asyncio.sleep(20)
-            assert sum(one.num_flips for one in prefills) == 1, "then all rest"
+            assert sum(len(one.roles) for one in prefills) == 1, "then all rest"
 
     run_virtually(scenario())
 

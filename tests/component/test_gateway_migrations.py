@@ -275,6 +275,7 @@ async def mutations(mesh: Mesh, key: str | None) -> list[tuple[int, str | None]]
     answers = [
         await ask(mesh, "POST", MIGRATIONS, LAYERS, key),
         await ask(mesh, "DELETE", MIGRATIONS + "/m1", None, key),
+        await ask(mesh, "POST", "/v1/mesh/workers/decode-0/role", {"role": "both"}, key),
     ]
     return [(answer.status_code, answer.json().get("error", {}).get("code")) for answer in answers]
 
@@ -284,7 +285,7 @@ async def test_without_an_admin_key_nobody_moves_anything_and_is_told_how_to_set
     mesh: Mesh, owners: Owners
 ) -> None:
     for key in (None, "", API_KEY, "anything"):
-        assert await mutations(mesh, key) == [(403, "no_admin_key")] * 2
+        assert await mutations(mesh, key) == [(403, "no_admin_key")] * 3
     assert "KVMESH_ADMIN_KEY" in error_of(await start(mesh, **LAYERS))["message"]
     assert owners.asked == []
 
@@ -292,7 +293,7 @@ async def test_without_an_admin_key_nobody_moves_anything_and_is_told_how_to_set
 @with_settings(api_key=(API_KEY,))
 async def test_api_keys_move_nothing_and_the_admin_key_reads_nothing(mesh: Mesh, owners: Owners) -> None:
     for key in (None, API_KEY, ADMIN_KEY + "x", ADMIN_KEY[:-1], "é"):
-        assert await mutations(mesh, key) == [(401, "invalid_admin_key")] * 2
+        assert await mutations(mesh, key) == [(401, "invalid_admin_key")] * 3
     assert owners.asked == []
     await owners.tell(record())
     async with mesh.http() as http:

@@ -116,13 +116,13 @@ async def test_a_home_that_waits_for_its_guests_alone_tells_that_it_has_nothing_
         await scene.away(whole_layers(0, 1))
         await there.away(whole_layers(1, 2), move_id="there")
         held = asyncio.Event()
-        begin_return = scene.host.service._engine.migrations.begin_return
+        begin_return = scene.host.service.engine.migrations.begin_return
 
         async def begin_late(*args: Any, **facts: Any) -> int:
             await held.wait()
             return int(await begin_return(*args, **facts))
 
-        scene.host.service._engine.migrations.begin_return = begin_late
+        scene.host.service.engine.migrations.begin_return = begin_late
         stopping = asyncio.ensure_future(scene.mesh.stop(scene.home))
         await scene.mesh.until(lambda: scene.host.gauge("kvmesh_hosted_modules") == 0)
         await scene.mesh.until(lambda: not scene.told_placement(scene.home).placed)
@@ -141,7 +141,7 @@ async def test_a_host_does_not_wait_for_an_idle_home_that_cannot_take_its_module
         async def refuse(*args: Any, **facts: Any) -> int:
             raise MoveRefused("not now")
 
-        scene.home.service._engine.migrations.begin_return = refuse
+        scene.home.service.engine.migrations.begin_return = refuse
         async with asyncio.timeout(SECONDS):
             assert await scene.mesh.stop(scene.host) == 0
         await scene.mesh.until(lambda: not scene.placement.placed)
@@ -158,7 +158,7 @@ async def test_a_host_waits_for_sequences_whose_home_cannot_take_their_modules_b
         async def refuse(*args: Any, **facts: Any) -> int:
             raise MoveRefused("not now")
 
-        scene.home.service._engine.migrations.begin_return = refuse
+        scene.home.service.engine.migrations.begin_return = refuse
         stopping = asyncio.ensure_future(scene.mesh.stop(scene.host))
         await scene.check(streams)
         assert scene.home.gauge("kvmesh_hosts_lost_total") == 0

@@ -95,7 +95,7 @@ async def test_prefill_workers_have_their_modules_hosted_while_they_hand_prompts
             ]
             await scene.back(away.move_id)
             await scene.check(streams)
-        await scene.mesh.until(lambda: not prefill.service._engine.migrations.placement.placed)
+        await scene.mesh.until(lambda: not prefill.service.engine.migrations.placement.placed)
 
 
 async def test_workers_that_host_for_each_other_go_on_where_every_call_waits_to_be_sent(
@@ -132,6 +132,6 @@ async def test_nobody_holds_weights_that_left() -> None:
 
 
 async def _model_of(scene: MovesScene) -> Model:
-    engine = scene.home.service._engine
+    engine = scene.home.service.engine
     assert engine is not None
     return await engine.migrations.model_here()

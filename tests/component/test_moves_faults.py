@@ -96,7 +96,7 @@ async def test_a_host_that_does_not_answer_is_lost_after_a_while() -> None:
     async with moving_mesh(hosting_timeout_seconds=1.0) as scene:
         streams = await scene.begin(3, 300)
         await scene.away(whole_layers(0, 1))
-        scene.host.service._engine.hosting.call = lambda guest, call, answer: None
+        scene.host.service.engine.hosting.call = lambda guest, call, answer: None
         await scene.mesh.until(lambda: not scene.placement.placed)
         assert scene.home.gauge("kvmesh_hosts_lost_total") == 1
         await scene.check(streams)

@@ -23,7 +23,7 @@ class SlowWrites:
 
     def __init__(self, decode: Hosted) -> None:
         self.gate, self.num_held = asyncio.Event(), 0
-        self._engine = decode.service._engine
+        self._engine = decode.service.engine
         self._write = self._engine.write_blocks
         self._engine.write_blocks = self.write
 
@@ -53,7 +53,7 @@ async def test_what_a_drained_peer_sent_before_its_good_bye_is_adopted(mesh: Wor
     for stream in streams:
         await stream.end()
         assert (stream.failure, len(stream.tokens)) == (None, 20)
-    await mesh.until(lambda: not decode.service._decoding.num_links)
+    await mesh.until(lambda: not decode.service.decode.num_links)
     await mesh.until_idle()
 
 

@@ -191,7 +191,7 @@ async def test_load_reports_name_what_has_ended_and_was_told_but_not_what_nobody
     await gateway.reserve(expired, decode.incarnation, prefill.incarnation)
     assert decode.load().ended_request_ids == (whole.generation.request_id,)
     now[0] += 1.5
-    decode.service._decoding.expire()
+    decode.service.decode.expire()
     assert decode.load().ended_request_ids == (whole.generation.request_id, expired.request_id)
     now[0] += 10.0
     assert decode.load().ended_request_ids == ()
@@ -350,4 +350,4 @@ async def test_a_decode_worker_that_runs_no_prompts_says_so(mesh: WorkersMesh) -
     decode = await mesh.decode()
     refused = await gateway.reserve(gateway.generation([1, 2]), decode.incarnation, "")
     assert isinstance(refused, Refused)
-    assert "--role both" in refused.detail
+    assert "give it the role both" in refused.detail

@@ -15,7 +15,7 @@ from libs.kv import layer_groups
 from libs.kv.names import split_names
 from libs.transport.frames import Fetched, FrameHeader, PutLayer, PutNames
 from libs.transport.port import Bytes
-from services.decode_worker import keeping
+from libs.worker.decode import finished_kv
 
 OUTPUT = 30
 
@@ -34,11 +34,11 @@ def full_blocks(num_tokens: int) -> int:
     return num_tokens // BLOCK_SIZE
 
 
-@pytest.mark.parametrize("piece_bytes", [1, keeping.PIECE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1, finished_kv.PIECE_BYTES])
 async def test_turn_2_of_a_chat_hits_what_decode_put_on_any_instance_and_is_counted_exactly(
     mesh: WorkersMesh, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(keeping, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(finished_kv, "PIECE_BYTES", piece_bytes)
     gateway = await mesh.gateway()
     for name in ("store-0", "store-1"):
         await mesh.store(name)

@@ -84,7 +84,7 @@ async def test_a_dead_store_is_a_miss_and_its_successor_is_used(mesh: WorkersMes
     assert (second.num_cached_tokens, second.tokens) == (0, tokens)
     successor = await mesh.store("store-1")
     await mesh.until_linked(other, successor)
-    peers = other.service._access.stores._peers
+    peers = other.service.stores._peers
     await mesh.until(lambda: len(peers) == 1)
     await gateway.generate(prompt_of(61), **where)
     await mesh.until(lambda: successor.gauge("kvmesh_store_num_blocks") == 15)

@@ -240,7 +240,7 @@ async def test_traces_of_two_stores_give_the_prompt_in_its_order(mesh: WorkersMe
 
 async def test_a_store_that_leaves_just_before_it_is_asked_holds_nothing(mesh: WorkersMesh) -> None:
     await mesh.store()
-    stores = (await mesh.prefill()).service._access.stores
+    stores = (await mesh.prefill()).service.stores
     await mesh.until(lambda: stores.are_there)
     finding = asyncio.ensure_future(stores.find(names_of(prompt_of(30)), PromptAsked(), timeout_seconds=1.0))
     await asyncio.sleep(0)  # it is chosen now, and asked in the next turn of the loop
@@ -251,7 +251,7 @@ async def test_a_store_that_leaves_just_before_it_is_asked_holds_nothing(mesh: W
 
 async def test_a_hit_that_costs_more_than_to_compute_is_computed(mesh: WorkersMesh) -> None:
     made = await scene(mesh, SPREAD, store_fetch_when="faster")
-    estimator = made.other.service._access.stores._estimator
+    estimator = made.other.service.stores._estimator
     estimator.cost = FetchCost(latency_seconds=30.0, bytes_per_second=1.0)
     computed = Computed(made.other)
     answer = await made.gateway.generate(made.prompt, **made.where())

@@ -21,11 +21,10 @@ from libs.runtime.life import Service
 from libs.runtime.runtime import Runtime
 from libs.runtime.settings import RuntimeSettings
 from libs.transport.port import Transport
-from services.decode_worker.service import DecodeWorkerService
+from libs.worker.worker import Worker
 from services.decode_worker.settings import DecodeWorkerSettings
 from services.kv_store.service import KvStoreService
 from services.kv_store.settings import KvStoreSettings
-from services.prefill_worker.service import PrefillWorkerService
 from services.prefill_worker.settings import PrefillWorkerSettings
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
@@ -69,9 +68,7 @@ class WorkersMesh:
                 **settings,
             }
         )
-        service = PrefillWorkerService(
-            made, open_model=self.open_model, open_transport=self.open_transport(wrap)
-        )
+        service = Worker(made, open_model=self.open_model, open_transport=self.open_transport(wrap))
         hosted = await self.host(ServiceKind.PREFILL_WORKER, name, made, service)
         await self.until_linked(hosted, *self.live_stores())
         return hosted
@@ -96,7 +93,7 @@ class WorkersMesh:
                 **settings,
             }
         )
-        service = DecodeWorkerService(
+        service = Worker(
             made, open_model=self.open_model, open_transport=self.open_transport(wrap), clock=clock
         )
         hosted = await self.host(ServiceKind.DECODE_WORKER, name, made, service)
@@ -162,7 +159,7 @@ class WorkersMesh:
 
     async def until_linked(self, worker: Hosted, *stores: Hosted) -> None:
         """Workers are ready before they have met all stores; what is not met costs hits."""
-        peers = worker.service._access.stores._peers.values()
+        peers = worker.service.stores._peers.values()
         await self.until(
             lambda: (
                 {store.incarnation for store in stores}

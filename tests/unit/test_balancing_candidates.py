@@ -17,10 +17,10 @@ from libs.balancing.view import (
     Flip,
     Load,
     Outbound,
-    Role,
 )
 from libs.placement.module import ModuleKind, heads_of, lent_blocks, module_in_words, whole_layers
 from libs.placement.placement import Placed, Placement, all_home, check_module
+from libs.placement.role import Role
 
 ALL = BalancingSettings()
 WORKING, FULL, BOTH = (

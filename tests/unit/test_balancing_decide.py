@@ -12,9 +12,10 @@ from libs.balancing.device_model import predict_inbound, predict_outbound
 from libs.balancing.scoring import CALM_UTILIZATION
 from libs.balancing.settings import BalancingSettings
 from libs.balancing.state import COOLDOWN_SECONDS, LoopState
-from libs.balancing.view import Decision, Flip, Inbound, MeshView, Outbound, Role
+from libs.balancing.view import Decision, Flip, Inbound, MeshView, Outbound
 from libs.placement.module import ModuleKind
 from libs.placement.placement import check_module
+from libs.placement.role import Role
 
 TASTE = BalancingSettings(max_moves=2)
 FLIPPING = BalancingSettings(flips_roles=True)

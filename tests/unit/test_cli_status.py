@@ -32,7 +32,7 @@ def test_each_service_is_a_row_with_its_state_and_load() -> None:
     text = " ".join(" ".join(rows).split())
     assert header.startswith("service")
     assert rows[-1].split() == ["all", "3", "0", "0", "123.5"]
-    for said in ("router ready", "decode-0 starting", "50/200 (25%)", "123.5", "50%", "cd"):
+    for said in ("router ready", "decode-0 starting decode", "50/200 (25%)", "123.5", "50%", "cd"):
         assert said in text
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.worker.answer_lengths import WINDOW, AnswerLengths
+from libs.worker.decode.answer_lengths import WINDOW, AnswerLengths
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=WINDOW))

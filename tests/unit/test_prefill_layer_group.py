@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from libs.engine.outputs import LayerOutput
 from libs.kv.layer_groups import FRAME_BYTES, layer_groups, layers_per_frame
-from services.prefill_worker.layer_group import LayerGroup
+from libs.worker.prefill.layer_group import LayerGroup
 
 
 def output(layer: int, first_block: int = 0, num_blocks: int = 2, head_dim: int = 8) -> LayerOutput:

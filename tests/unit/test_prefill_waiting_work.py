@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 
 from libs.cost.prefill import PrefillCost, prefill_seconds
-from services.prefill_worker.waiting_work import WaitingWork
+from libs.worker.prefill.waiting_work import WaitingWork
 
 COST = PrefillCost(step_seconds=0.01, token_seconds=0.001, pair_seconds=1e-6)
 
@@ -12,7 +12,6 @@ COST = PrefillCost(step_seconds=0.01, token_seconds=0.001, pair_seconds=1e-6)
 class Waiting:
     num_tokens: int
     num_held: int = 0
-    is_begun: bool = False
 
     def num_new_tokens(self, block_size: int) -> int:
         return self.num_tokens - self.num_held * block_size
@@ -34,8 +33,8 @@ def test_what_a_store_holds_is_context_and_not_work() -> None:
     assert work.seconds(COST, 32) == pytest.approx(prefill_seconds(COST, 20, 80, max_step_tokens=32))
 
 
-def test_prompts_share_steps_and_those_that_were_begun_are_the_engines_to_tell() -> None:
-    work = work_of(Waiting(10), Waiting(12), Waiting(500, is_begun=True))
+def test_prompts_share_steps() -> None:
+    work = work_of(Waiting(10), Waiting(12))
     parts = sum(prefill_seconds(COST, n, 0) for n in (10, 12))
     assert work.seconds(COST, 32) == pytest.approx(parts - COST.step_seconds)
     assert work_of().seconds(COST, 32) == 0

@@ -7,8 +7,8 @@ from libs.telemetry.metrics import count_from, exposition, new_registry
 
 
 def test_two_registries_in_one_process_know_nothing_of_each_other() -> None:
-    first = new_registry("router", "router-0", "ab12", version="1")
-    second = new_registry("router", "router-1", "cd34", version="1")
+    first = new_registry(lambda: "router", "router-0", "ab12", version="1")
+    second = new_registry(lambda: "router", "router-1", "cd34", version="1")
     for registry in (first, second):
         Counter("kvmesh_requests", "Requests.", registry=registry).inc()
     body, content_type = exposition(first)
@@ -18,7 +18,7 @@ def test_two_registries_in_one_process_know_nothing_of_each_other() -> None:
 
 
 def test_every_process_says_who_it_is() -> None:
-    body, _ = exposition(new_registry("router", "router-0", "ab12", version="1.2"))
+    body, _ = exposition(new_registry(lambda: "router", "router-0", "ab12", version="1.2"))
     info = next(f for f in text_string_to_metric_families(body.decode()) if f.name == "kvmesh_service_info")
     assert info.samples[0].labels == {
         "service": "router", "name": "router-0", "incarnation": "ab12", "version": "1.2",
@@ -26,7 +26,7 @@ def test_every_process_says_who_it_is() -> None:
 
 
 def test_openmetrics_is_given_to_who_asks_for_it() -> None:
-    registry = new_registry("router", "router-0", "ab12", version="1")
+    registry = new_registry(lambda: "router", "router-0", "ab12", version="1")
     body, content_type = exposition(registry, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")

@@ -14,11 +14,11 @@ from libs.cost.prefill import PrefillCost
 from libs.kv.runs import runs_of
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
+from libs.worker.settings import WorkerSettings
 from libs.worker.stores.found import Found, RunFound
 from libs.worker.stores.metrics import StoreMetrics
 from libs.worker.stores.prefixes import Prefix, Prefixes
 from libs.worker.stores.puts import Puts
-from libs.worker.stores.settings import StoreSettings
 from libs.worker.stores.stores import PromptAsked
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
@@ -37,7 +37,7 @@ def prefixes(fetch: FetchCost, *, queued_seconds: float = 0.0, when: Any = "fast
     engine = SimpleNamespace(
         prefill_cost=lambda: COMPUTE, load=lambda: SimpleNamespace(queued_seconds=queued_seconds)
     )
-    settings = StoreSettings(block_size=BLOCK_SIZE, store_fetch_when=when)
+    settings = WorkerSettings(block_size=BLOCK_SIZE, store_fetch_when=when)
     made: Any = (stores, metrics(), settings)
     return Prefixes(*made, fingerprint="model", engine=engine)  # type: ignore[arg-type]  # all that is read
 

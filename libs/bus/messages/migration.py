@@ -16,6 +16,7 @@ from libs.bus.message import Message, Request
 from libs.placement.module import Module
 from libs.placement.phases import MovePhase
 from libs.placement.placement import Hosted, Placement
+from libs.placement.role import Role
 
 
 class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,11 +143,18 @@ class PlacementTold(Message, frozen=True, kw_only=True, tag="placement_told"):
     """Under way, and the last that ended."""
 
 
-class FlipRole(Request[MoveAccepted | MoveDenied], frozen=True, kw_only=True, tag="flip_role"):
-    """Coordinator -> worker: drain, then live on as a worker of the other kind, as a new incarnation."""
+class RoleAccepted(msgspec.Struct, frozen=True, kw_only=True, tag="role_accepted"):
+    """The worker has this role, or changes to it: its presence tells."""
 
-    subject: ClassVar[str] = "kvmesh.worker.{to}.flip_role"
-    answer: ClassVar[object] = MoveAccepted | MoveDenied
+    role: Role
+
+
+class ChangeRole(Request[RoleAccepted | MoveDenied], frozen=True, kw_only=True, tag="change_role"):
+    """Gateway or coordinator -> worker: end the work in progress, then serve in this role."""
+
+    subject: ClassVar[str] = "kvmesh.worker.{to}.change_role"
+    answer: ClassVar[object] = RoleAccepted | MoveDenied
+    role: Role
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True, tag="rounds"):

@@ -17,9 +17,9 @@ from libs.cost.prefill import prefill_seconds
 from libs.engine.engine import Engine
 from libs.kv.names import block_names
 from libs.request.generation import Generation, num_tokens
+from libs.worker.settings import WorkerSettings
 from libs.worker.stores.found import Found
 from libs.worker.stores.metrics import StoreMetrics
-from libs.worker.stores.settings import StoreSettings
 from libs.worker.stores.store_link import FetchResult
 from libs.worker.stores.stores import PromptAsked, Stores
 
@@ -57,7 +57,7 @@ class Prefixes:
         self,
         stores: Stores,
         metrics: StoreMetrics,
-        settings: StoreSettings,
+        settings: WorkerSettings,
         *,
         fingerprint: str,
         engine: Engine,

@@ -16,11 +16,11 @@ from libs.kv.tensors import BlockShape
 from libs.runtime.runtime import Spawn
 from libs.transport.link_pool import LinkPool
 from libs.transport.port import Transport
+from libs.worker.settings import WorkerSettings
 from libs.worker.stores.found import Found, RunFound, runs_found
 from libs.worker.stores.metrics import StoreMetrics
 from libs.worker.stores.peer import StorePeer
 from libs.worker.stores.put_part import PutPart
-from libs.worker.stores.settings import StoreSettings
 from libs.worker.stores.side_by_side import until_useless
 from libs.worker.stores.store_link import FetchResult, StoreLink, WriteBlocks
 
@@ -43,7 +43,7 @@ class Stores:
         transport: Transport,
         spawn: Spawn,
         metrics: StoreMetrics,
-        settings: StoreSettings,
+        settings: WorkerSettings,
         shape: BlockShape,
         num_layers: int,
     ) -> None:

@@ -86,12 +86,14 @@ def _hash(context: str, *fields: str) -> str:
 
 
 MIGRATIONS_PATH = "/v1/mesh/migrations"
+WORKERS_PATH = "/v1/mesh/workers"
 _MUTATING = frozenset({"POST", "DELETE"})
 
 
 def is_admin_call(method: str, path: str) -> bool:
     """Whether it changes the mesh; everything else asks for what it always asked."""
-    return method in _MUTATING and (path == MIGRATIONS_PATH or path.startswith(MIGRATIONS_PATH + "/"))
+    is_below = path.startswith((MIGRATIONS_PATH + "/", WORKERS_PATH + "/"))
+    return method in _MUTATING and (path == MIGRATIONS_PATH or is_below)
 
 
 class AdminKey:

@@ -15,7 +15,7 @@ from libs.bus.messages.migration import AbandonMove, ExplainRounds, MoveDenied, 
 from libs.bus.messages.presence import Presence
 from libs.mesh.cluster_state import ClusterState
 from libs.mesh.migrations import planned
-from libs.mesh.workers import find_worker, names_of
+from libs.mesh.workers import names_of
 from libs.placement.phases import is_over, new_move_id
 from libs.placement.placement import Placement
 from services.gateway.api.auth import MIGRATIONS_PATH
@@ -32,6 +32,7 @@ from services.gateway.mesh.refusals import (
     over_words,
     unanswered,
 )
+from services.gateway.mesh.workers import worker_named
 
 DEFAULT_ROUNDS, MAX_ROUNDS = 20, 200
 ORDER_TIMEOUT_SECONDS = 5.0
@@ -166,15 +167,8 @@ class MigrationsApi:
         return NotFound(said, param="id", code="migration_not_found")
 
     def _worker(self, name: str, param: str) -> Presence:
-        worker = find_worker(self._cluster.roster.all(), name)
-        if worker is None and not self._bus.is_connected:
-            raise broker_away(f"no worker {name!r} was known before")
-        if worker is None:
-            look = "GET /v1/mesh/placement (kvmesh placement)"
-            said = f"there is no worker {name!r}; {look} lists those there are"
-            code = "instance_not_found" if param == "instance" else "worker_not_found"
-            raise NotFound(said, param=param, code=code)
-        return worker
+        code = "instance_not_found" if param == "instance" else "worker_not_found"
+        return worker_named(self._bus, self._cluster.roster, name, param=param, code=code)
 
     def _owner(self, asked: MigrationRequest) -> Presence:
         """The instance that is named, else the one whose module it is, or is about to leave."""

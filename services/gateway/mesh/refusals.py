@@ -19,7 +19,7 @@ from services.gateway.mesh.migration_fields import MigrationRequest, module_para
 
 RETRY_SECONDS = 2
 
-_LOOK = "GET /v1/mesh/migrations (kvmesh migrate --list)"
+LOOK = "GET /v1/mesh/migrations (kvmesh migrate --list)"
 
 
 def not_started(denied: MoveDenied, asked: MigrationRequest, owners: Sequence[Presence]) -> ApiError:
@@ -63,8 +63,8 @@ def may_have_been_done(error: BusError) -> bool:
     return isinstance(error, RequestTimedOut | NotConnected | Undecodable)
 
 
-def unanswered(error: BusError, worker: str) -> ApiError:
-    """A worker, by its name, gave no answer to an order."""
+def unanswered(error: BusError, worker: str, look: str = LOOK) -> ApiError:
+    """A worker, by its name, gave no answer to an order; `look` tells whether it follows it all the same."""
     match error:
         case NoResponders():
             return _unreachable(
@@ -74,15 +74,15 @@ def unanswered(error: BusError, worker: str) -> ApiError:
         case NotConnected():
             return _unreachable(
                 f"the worker {worker} cannot be asked, or its answer was lost: {error}; try again when the "
-                f"broker is back, and look at {_LOOK} first: it may have begun"
+                f"broker is back, and look at {look} first: it may have begun"
             )
         case Overloaded():
             return _unreachable(f"the worker {worker} has too many orders waiting; try again")
         case RequestTimedOut():
-            said = f"the worker {worker} has not answered in time, and may do it still: {_LOOK} tells"
+            said = f"the worker {worker} has not answered in time, and may do it still: {look} tells"
             return DeadlineOver(said, code="worker_timeout")
         case Undecodable():
-            said = f"the worker {worker} gave an answer that is not understood ({error}); {_LOOK} tells"
+            said = f"the worker {worker} gave an answer that is not understood ({error}); {look} tells"
             return DeadlineOver(said, code="worker_timeout")
         case _:
             return Failed(f"the worker {worker} could not answer ({error}); its log says why")

@@ -1,4 +1,4 @@
-"""The sequences that a decode worker holds, and which of them nobody will come for any more. Pure.
+"""The sequences that generate here, and which of them nobody will come for any more. Pure.
 
 `now` is unix seconds, because deadlines travel as such.
 """
@@ -12,7 +12,8 @@ from opentelemetry.trace import Span
 
 from libs.request.generation import Generation, num_tokens
 from libs.request.outcome import FailureReason
-from services.decode_worker.adoption import Adoption
+from libs.worker.decode.received_blocks import ReceivedBlocks
+from libs.worker.prefill.prompt import Prompt
 
 
 class Stage(Enum):
@@ -35,12 +36,16 @@ class HeldSequence:
     lease_ends_at: float
     span: Span
     stage: Stage = Stage.RESERVING
-    adoption: Adoption | None = None
+    received: ReceivedBlocks | None = None
     first_blocks_at: float | None = None
     output_ids: list[int] = field(default_factory=list[int])
     """Tokens that this attempt made."""
     writes: "set[asyncio.Task[None]]" = field(default_factory=set["asyncio.Task[None]"])
     """Its KV on the way into the pool."""
+    prompt: Prompt | None = None
+    """Its prompt, where that runs here."""
+    running: "asyncio.Task[None] | None" = None
+    """Runs it, until nothing of its KV is on its way any more."""
 
     @property
     def request_id(self) -> str:

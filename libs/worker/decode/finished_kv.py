@@ -19,9 +19,9 @@ from libs.engine.engine import Engine
 from libs.engine.errors import EngineError
 from libs.kv.names import block_names
 from libs.request.generation import num_tokens
+from libs.worker.decode.sequences import HeldSequence
 from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.stores import PromptAsked, Stores
-from services.decode_worker.sequences import HeldSequence
 
 MAX_WAITING = 256
 """Finished sequences that wait; their blocks lie in the pool as long as nobody needs the room."""
@@ -31,7 +31,7 @@ PIECE_BYTES = 4 << 20
 log = structlog.get_logger()
 
 
-class Keeping:
+class FinishedKvUploads:
     """`finished` takes sequences in at once, `run` sees to them."""
 
     def __init__(

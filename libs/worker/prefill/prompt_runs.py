@@ -1,45 +1,76 @@
-"""A prompt's way through the engine: wait for room, see what the stores hold, begin, fetch meanwhile."""
+"""Runs prompts: waits for room, sees what the KV stores hold, begins, and fetches meanwhile."""
 
 import asyncio
 
 from libs.cost.plan_fetch import FetchPlan
 from libs.engine.engine import Engine
 from libs.engine.outputs import Reservation
+from libs.runtime.runtime import Spawn
+from libs.worker.prefill.block_queue import BlockQueue
+from libs.worker.prefill.prompt import Prompt
+from libs.worker.prefill.waiting_work import WaitingWork
 from libs.worker.stores.prefixes import Prefix, Prefixes
 from libs.worker.stores.puts import Puts
 from libs.worker.stores.store_link import FetchResult
-from services.prefill_worker.prompts import Prompt
 
 MAX_WAITS = 3
 """For fetches of other prompts that begin alike."""
 
 
-class Computing:
-    """All prompts of a worker, in order of arrival as far as they wait for room."""
+class PromptRuns:
+    """All prompts that run on this worker, from `add` to `remove`."""
 
-    def __init__(self, engine: Engine, prefixes: Prefixes, puts: Puts, *, block_size: int) -> None:
-        self._engine, self._prefixes, self._puts = engine, prefixes, puts
-        self._block_size = block_size
-        self._door = asyncio.Lock()
-        """Its holder is the first in line for blocks; waiters follow in order."""
-        self._num_in_line = 0
-        self._room_came = asyncio.Event()
+    def __init__(
+        self,
+        engine: Engine,
+        blocks: BlockQueue,
+        prefixes: Prefixes,
+        puts: Puts,
+        spawn: Spawn,
+        *,
+        block_size: int,
+    ) -> None:
+        self._engine, self._blocks, self._prefixes, self._puts = engine, blocks, prefixes, puts
+        self._spawn, self._block_size = spawn, block_size
+        self._prompts: dict[Prompt, None] = {}
 
-    def room_came(self) -> None:
-        """Some prompt gave its blocks back."""
-        self._room_came.set()
+    def add(self, prompt: Prompt) -> None:
+        """Ask the stores for its prefix while it waits for room: they bring it into memory meanwhile."""
+        self._prompts[prompt] = None
+        prefix = self._prefixes.of(prompt.generation)
+        if prefix.names:
+            prompt.prefix = prefix
+            prompt.finding = self._spawn("find-prefix", self._prefixes.find(prefix))
 
-    async def run(self, prompt: Prompt) -> None:
-        """Have the engine run it, with KV from the stores as far as that is faster."""
-        num_here, plan = await self._reserve_and_plan(prompt)
+    def remove(self, prompt: Prompt) -> None:
+        """However it ended, nothing of it stays but its sequence in the engine."""
+        prompt.is_over = True
+        self._prompts.pop(prompt, None)
+        if prompt.finding is not None:
+            prompt.finding.cancel()
+        if prompt.put is not None:
+            self._puts.end(prompt.put)
+            prompt.put = None
+
+    def waiting_work(self) -> WaitingWork:
+        """Of prompts that the engine does not know of yet."""
+        return WaitingWork((prompt for prompt in self._prompts if not prompt.is_begun), self._block_size)
+
+    async def run(self, prompt: Prompt, reservation: Reservation | None = None) -> None:
+        """Have the engine run it, with KV from the stores as far as that is faster. `reservation` where its
+        blocks are held already. Raises EngineError."""
+        num_here, plan = await self._reserve_and_plan(prompt, reservation)
         if prompt.prefix is None or plan is None or not plan.num_blocks:
             await self._begin(prompt, num_here)
         elif not await self._fetch(prompt, prompt.prefix, num_here, plan):
             await self._start_over(prompt)
 
-    async def _reserve_and_plan(self, prompt: Prompt) -> tuple[int, FetchPlan | None]:
+    async def _reserve_and_plan(
+        self, prompt: Prompt, reservation: Reservation | None
+    ) -> tuple[int, FetchPlan | None]:
         """How many of its blocks are here and reserved, and what to fetch behind them."""
-        num_here = (await self._reserve(prompt)).num_cached_blocks
+        reservation = reservation or await self._reserve(prompt)
+        num_here = reservation.num_cached_blocks
         plan = await self._plan(prompt, num_here)
         for _ in range(MAX_WAITS):
             if prompt.prefix is None or plan is None or not plan.num_blocks:
@@ -54,7 +85,8 @@ class Computing:
             plan = await self._plan(prompt, num_here)
         if prompt.prefix is not None and plan is not None:
             self._prefixes.count(prompt.prefix, num_here, plan)
-            self._begin_put(prompt, prompt.prefix)
+            if prompt.hands_over:
+                self._begin_put(prompt, prompt.prefix)
         return num_here, plan
 
     async def _start_over(self, prompt: Prompt) -> None:
@@ -64,10 +96,7 @@ class Computing:
         again and take its place, in order, on the same Link.
         """
         self._give_back(prompt)
-        if prompt.outlet is not None:
-            prompt.outlet.forget(prompt)
-        if prompt.put is not None:
-            prompt.put.restart()
+        prompt.restart()
         reservation = await self._reserve(prompt)
         await self._begin(prompt, reservation.num_cached_blocks)
 
@@ -76,41 +105,19 @@ class Computing:
         await self._engine.begin(
             prompt.request_id,
             num_computed_tokens=num_blocks * self._block_size,
-            hand_over=True,
+            hand_over=prompt.hands_over,
             first_block=prompt.first_block,
             awaits_kv=awaits_kv,
         )
 
     async def _reserve(self, prompt: Prompt) -> Reservation:
-        """Blocks for the whole prompt, in order of arrival."""
         prompt.is_begun = False
-        if not self._num_in_line:
-            # The engine answers between its steps. If each prompt awaited the one before it, every step would
-            # have one of them.
-            reservation = await self._ask_for_blocks(prompt)
-            if reservation is not None:
-                return reservation
-        self._num_in_line += 1
-        try:
-            async with self._door:
-                while True:
-                    self._room_came.clear()
-                    reservation = await self._ask_for_blocks(prompt)
-                    if reservation is not None:
-                        return reservation
-                    await self._room_came.wait()
-        finally:
-            self._num_in_line -= 1
-
-    async def _ask_for_blocks(self, prompt: Prompt) -> Reservation | None:
-        return await self._engine.reserve(
-            prompt.request.generation, sequence_id=prompt.request_id, whole_prompt=True
-        )
+        return await self._blocks.reserve(prompt.generation)
 
     def _give_back(self, prompt: Prompt) -> None:
-        """Its blocks are free, also for whoever waits in front of it."""
+        """Its blocks are free, also for what waits in front of it."""
         self._engine.abort(prompt.request_id)
-        self.room_came()
+        self._blocks.freed()
 
     async def _plan(self, prompt: Prompt, num_here: int) -> FetchPlan | None:
         """How much to fetch; None where nothing can be gained by waiting for an answer."""
@@ -133,8 +140,8 @@ class Computing:
             fetching = asyncio.ensure_future(self._prefixes.fetch(prefix, num_here, plan))
             try:
                 await self._begin(prompt, num_here + plan.num_blocks, awaits_kv=True)
-                await asyncio.wait((fetching, prompt.handed_over), return_when=asyncio.FIRST_COMPLETED)
-                if prompt.handed_over.done() or prompt.is_computed:
+                await asyncio.wait((fetching, prompt.done), return_when=asyncio.FIRST_COMPLETED)
+                if prompt.done.done() or prompt.is_computed:
                     return True
                 return fetching.result() in (FetchResult.HIT, FetchResult.UNWANTED)
             finally:

@@ -6,11 +6,11 @@ from libs.engine.engine import Engine
 from libs.model.model import Model
 from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
+from libs.worker.settings import WorkerSettings
 from libs.worker.startup import block_shape_of
 from libs.worker.stores.metrics import StoreMetrics
 from libs.worker.stores.prefixes import Prefixes
 from libs.worker.stores.puts import Puts
-from libs.worker.stores.settings import StoreSettings
 from libs.worker.stores.stores import Stores
 
 
@@ -21,7 +21,7 @@ class StoreAccess:
         self,
         runtime: Runtime,
         transport: Transport,
-        settings: StoreSettings,
+        settings: WorkerSettings,
         model: Model,
         engine: Engine,
         transfer_bytes: Counter,

@@ -1,18 +1,20 @@
-"""One Link to a decode worker: sends what prompts hand over, in order, as fast as the peer takes it."""
+"""One Link to a decode worker: sends the KV of prompts, in order, as fast as the peer takes it."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from libs.engine.outputs import LayerOutput, TokenOutput
 from libs.kv.checksum import checksum
 from libs.kv.tensors import bytes_of
+from libs.request.outcome import FailureReason
 from libs.transport.frames import HandOver, HandOverFailed, LayerBlocks, StillQueued, encode_header
 from libs.transport.port import Link, LinkError
-from services.prefill_worker.layer_group import LayerGroup
-from services.prefill_worker.metrics import PrefillMetrics
+from libs.worker.metrics import WorkerMetrics
+from libs.worker.prefill.layer_group import LayerGroup
+from libs.worker.prefill.prompt import Prompt
 
 MAX_IDS_PER_FRAME = 40
 """A header holds 4 KiB; an id may have some 90 characters."""
@@ -20,22 +22,7 @@ MAX_IDS_PER_FRAME = 40
 Release = Callable[[LayerOutput], None]
 
 
-class Departing(Protocol):
-    """What an outlet needs to know of a prompt whose KV leaves through it."""
-
-    is_over: bool
-
-    @property
-    def request_id(self) -> str:
-        """What the decode worker knows it by."""
-        ...
-
-    def finish(self) -> None:
-        """Its last frame was sent."""
-        ...
-
-
-class Outlet:
+class KvSender:
     """Queues and sends. What is queued is bounded by the engine's hand-over budget: it makes no more until
     `release` was called for what was sent."""
 
@@ -43,7 +30,7 @@ class Outlet:
         self,
         link: Link,
         release: Release,
-        metrics: PrefillMetrics,
+        metrics: WorkerMetrics,
         *,
         num_layers: int,
         send_timeout_seconds: float,
@@ -53,13 +40,15 @@ class Outlet:
         self._queue: asyncio.Queue[_Item] = asyncio.Queue()
         self._gathering: dict[str, LayerGroup] = {}
         """Layers of a chunk that wait for the next ones, to share a frame; by request."""
+        self._prompts: dict[Prompt, None] = {}
+        """In order of arrival."""
 
     @property
     def is_open(self) -> bool:
         """False once nothing can be sent any more."""
         return self._link.is_open
 
-    def put_layer(self, prompt: Departing, output: LayerOutput) -> None:
+    def put_layer(self, prompt: Prompt, output: LayerOutput) -> None:
         """A layer's blocks. Dropped if the prompt is over when their turn comes."""
         group = self._gathering.get(prompt.request_id)
         if group is not None and not group.takes(output):
@@ -72,25 +61,35 @@ class Outlet:
         if group.is_full:
             self._queue_group(prompt)
 
-    def put_first_token(self, prompt: Departing, first: TokenOutput) -> None:
+    def put_first_token(self, prompt: Prompt, first: TokenOutput) -> None:
         """All layers are put. Dropped if the prompt is over when its turn comes."""
         self._queue_group(prompt)
         self._queue.put_nowait(_Item(prompt, first))
 
-    def forget(self, prompt: Departing) -> None:
+    def add(self, prompt: Prompt) -> None:
+        """Its KV goes this way; it fails where the Link is lost before `remove`."""
+        self._prompts[prompt] = None
+
+    def remove(self, prompt: Prompt) -> None:
         """The prompt is over: no further layers will come."""
+        self._prompts.pop(prompt, None)
+        self.drop_layers(prompt)
+
+    def drop_layers(self, prompt: Prompt) -> None:
+        """Those that wait for others; they come again, or are not wanted."""
         group = self._gathering.pop(prompt.request_id, None)
         if group is not None:
             self._let_go(group)
 
-    def tell(self, failed: HandOverFailed) -> None:
+    def put_failure(self, failed: HandOverFailed) -> None:
         """There will be no first token."""
         self._queue.put_nowait(_Item(None, failed))
 
-    async def renew(self, request_ids: Sequence[str]) -> None:
-        """Tell the decode worker that these are still to come. A lost Link is told elsewhere."""
+    async def renew(self) -> None:
+        """Tell the decode worker which prompts are still to come. A lost Link is noticed by `serve`."""
+        request_ids = tuple(prompt.request_id for prompt in self._prompts)
         for start in range(0, len(request_ids), MAX_IDS_PER_FRAME):
-            some = tuple(request_ids[start : start + MAX_IDS_PER_FRAME])
+            some = request_ids[start : start + MAX_IDS_PER_FRAME]
             try:
                 await self._send(encode_header(StillQueued(request_ids=some)))
             except LinkError:
@@ -112,6 +111,8 @@ class Outlet:
                 self._let_go(group)
             self._gathering.clear()
             await self._link.close()
+        for prompt in self._prompts:
+            prompt.fail(FailureReason.PEER_LOST, f"the Link to its decode worker ended: {reason}")
         return reason
 
     async def close(self) -> None:
@@ -131,7 +132,7 @@ class Outlet:
             finally:
                 self._let_go(item.content)
 
-    def _queue_group(self, prompt: Departing) -> None:
+    def _queue_group(self, prompt: Prompt) -> None:
         group = self._gathering.pop(prompt.request_id, None)
         if group is not None:
             self._queue.put_nowait(_Item(prompt, group))
@@ -147,7 +148,7 @@ class Outlet:
             else:
                 await self._send_group(prompt, item.content)
 
-    async def _send_group(self, prompt: Departing, group: LayerGroup) -> None:
+    async def _send_group(self, prompt: Prompt, group: LayerGroup) -> None:
         first = group.outputs[0]
         body = bytes_of(group.joined())
         header = LayerBlocks(
@@ -160,7 +161,7 @@ class Outlet:
         )
         await self._link.send(encode_header(header), body, timeout_seconds=self._send_timeout_seconds)
         self._metrics.transfer_bytes.labels("sent").inc(body.size)
-        self._metrics.transfer_seconds.observe(time.monotonic() - group.made_at)
+        self._metrics.transfer_seconds.labels("sent").observe(time.monotonic() - group.made_at)
 
     async def _send(self, header: bytes) -> None:
         await self._link.send(header, timeout_seconds=self._send_timeout_seconds)
@@ -175,11 +176,11 @@ class Outlet:
 class _Item:
     """What waits for its turn; without a prompt it is sent in any case."""
 
-    prompt: Departing | None
+    prompt: Prompt | None
     content: LayerGroup | TokenOutput | HandOverFailed
 
 
-def _hand_over(prompt: Departing, first: TokenOutput) -> HandOver:
+def _hand_over(prompt: Prompt, first: TokenOutput) -> HandOver:
     return HandOver(
         request_id=prompt.request_id,
         token_id=first.token_id,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.decode_worker.adoption import Adoption, OutOfPlace
+from libs.worker.decode.received_blocks import OutOfPlace, ReceivedBlocks
 
 
 @given(st.data())
@@ -14,7 +14,7 @@ def test_it_is_complete_exactly_when_every_block_of_every_layer_arrived_in_any_o
 ) -> None:
     num_layers, num_blocks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 40))
     num_cached = data.draw(st.integers(0, num_blocks))
-    adoption = Adoption(num_layers, num_blocks, num_cached)
+    adoption = ReceivedBlocks(num_layers, num_blocks, num_cached)
     missing = {(layer, block) for layer in range(num_layers) for block in range(num_cached, num_blocks)}
     pieces = []
     for layer in range(num_layers):
@@ -47,14 +47,14 @@ def test_it_is_complete_exactly_when_every_block_of_every_layer_arrived_in_any_o
 def test_blocks_that_the_sequence_does_not_have_are_refused_and_change_nothing(
     layer: int, num_layers: int, first: int, count: int
 ) -> None:
-    adoption = Adoption(num_layers=2, num_blocks=4)
+    adoption = ReceivedBlocks(num_layers=2, num_blocks=4)
     with pytest.raises(OutOfPlace):
         adoption.arrive(layer, num_layers, first, count)
     assert adoption.num_missing == 8
 
 
 def test_layers_that_share_a_frame_arrive_together() -> None:
-    adoption = Adoption(num_layers=3, num_blocks=4, num_cached_blocks=1)
+    adoption = ReceivedBlocks(num_layers=3, num_blocks=4, num_cached_blocks=1)
     adoption.arrive(1, 2, 1, 3)
     assert adoption.num_missing == 3
     adoption.arrive(0, 1, 0, 4)

@@ -5,7 +5,7 @@ class OutOfPlace(Exception):
     """Blocks or a layer that the sequence does not have."""
 
 
-class Adoption:
+class ReceivedBlocks:
     """One bit per block and layer. The first `num_cached_blocks` are here already and count as arrived."""
 
     def __init__(self, num_layers: int, num_blocks: int, num_cached_blocks: int = 0) -> None:

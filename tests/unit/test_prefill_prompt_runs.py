@@ -2,17 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 
-from libs.bus.messages.generation import Prefill
 from libs.engine.outputs import Reservation
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
-from libs.telemetry.traces import start_span
-from services.prefill_worker.computing import Computing
-from services.prefill_worker.prompts import Prompt
+from libs.worker.prefill.block_queue import BlockQueue
+from libs.worker.prefill.prompt import Prompt
+from libs.worker.prefill.prompt_runs import PromptRuns
 
 BLOCK = 16
 
@@ -50,13 +49,19 @@ def prompt_of(name: str, num_blocks: int) -> Prompt:
     num_tokens = num_blocks * BLOCK
     ids = pack_token_ids(list(range(num_tokens)))
     generation = Generation(name, ids, num_tokens, SamplingParams(), "gateway", 2e9)
-    request = Prefill(generation=generation, decode="d", link_address="", first_block=0)
-    return Prompt(request, 0.0, start_span("prefill", "", request_id=name))
+    return Prompt(generation)
 
 
-def computing_on(engine: ReservingEngine) -> Computing:
+def runs_on(engine: ReservingEngine) -> "Runs":
     untouched = cast("Any", None)  # nothing here has a prefix or is put
-    return Computing(cast("Any", engine), untouched, untouched, block_size=BLOCK)
+    blocks = BlockQueue(cast("Any", engine))
+    runs = PromptRuns(cast("Any", engine), blocks, untouched, untouched, untouched, block_size=BLOCK)
+    return Runs(runs, blocks)
+
+
+class Runs(NamedTuple):
+    all: PromptRuns
+    blocks: BlockQueue
 
 
 async def settle() -> None:
@@ -70,8 +75,8 @@ class Tasks:
     def __init__(self) -> None:
         self.all: list[asyncio.Task[None]] = []
 
-    def run(self, computing: Computing, prompt: Prompt) -> asyncio.Task[None]:
-        self.all.append(asyncio.create_task(computing.run(prompt)))
+    def run(self, runs: Runs, prompt: Prompt) -> asyncio.Task[None]:
+        self.all.append(asyncio.create_task(runs.all.run(prompt)))
         return self.all[-1]
 
 
@@ -86,10 +91,10 @@ async def tasks() -> AsyncIterator[Tasks]:
 
 async def test_prompts_that_come_during_a_step_are_all_in_the_next_one(tasks: Tasks) -> None:
     engine = ReservingEngine(num_free=100)
-    computing = computing_on(engine)
+    runs = runs_on(engine)
     names = [f"p{number}" for number in range(12)]
     for name in names:
-        tasks.run(computing, prompt_of(name, 2))
+        tasks.run(runs, prompt_of(name, 2))
     await settle()
     engine.step()
     await settle()
@@ -98,18 +103,18 @@ async def test_prompts_that_come_during_a_step_are_all_in_the_next_one(tasks: Ta
 
 async def test_who_comes_later_does_not_overtake_one_that_waits_for_room(tasks: Tasks) -> None:
     engine = ReservingEngine(num_free=4)
-    computing = computing_on(engine)
-    tasks.run(computing, prompt_of("long", 8))
+    runs = runs_on(engine)
+    tasks.run(runs, prompt_of("long", 8))
     await settle()
     engine.step()  # no room
     await settle()
-    tasks.run(computing, prompt_of("short", 1))
+    tasks.run(runs, prompt_of("short", 1))
     await settle()
     engine.step()
     await settle()
     assert engine.begun == [], "there is room for the short one, which waits behind the long one"
     engine.num_free = 9
-    computing.room_came()
+    runs.blocks.freed()
     for _ in range(3):
         await settle()
         engine.step()
@@ -119,8 +124,8 @@ async def test_who_comes_later_does_not_overtake_one_that_waits_for_room(tasks: 
 
 async def test_a_prompt_that_ends_while_it_is_in_line_makes_way(tasks: Tasks) -> None:
     engine = ReservingEngine(num_free=4)
-    computing = computing_on(engine)
-    waiting = tasks.run(computing, prompt_of("long", 8))
+    runs = runs_on(engine)
+    waiting = tasks.run(runs, prompt_of("long", 8))
     await settle()
     engine.step()
     await settle()
@@ -128,7 +133,7 @@ async def test_a_prompt_that_ends_while_it_is_in_line_makes_way(tasks: Tasks) ->
     await settle()
     waiting.cancel()
     await settle()
-    tasks.run(computing, prompt_of("short", 1))
+    tasks.run(runs, prompt_of("short", 1))
     await settle()
     engine.step()
     await settle()
