@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from libs.bus.messages.migration import DenialReason, MoveDenied
 from libs.bus.messages.presence import ServiceKind
 from libs.engine.engine import Engine
 from libs.model.model import Model
@@ -82,20 +81,6 @@ class Modules:
     def num_links(self) -> int:
         """Open ones of those that carry calls alone, for the gauge."""
         return self._calls.num_open_links() if self._transport.spans_loops else 0
-
-    def denial(self) -> MoveDenied | None:
-        """Why this worker cannot become another now: modules would have to move first."""
-        hosted, placement = self._engine.hosting.hosted(), self._engine.migrations.placement
-        if hosted:
-            detail = f"it hosts {len(hosted)} modules, of {', '.join(sorted({one.home for one in hosted}))}"
-        elif placement.placed:
-            detail = f"{len(placement.placed)} of its modules are away"
-        elif self._migrations.busy_with:
-            detail = f"move {self._migrations.busy_with} is under way"
-        else:
-            return None
-        detail += "; order the change of role when everything is home"
-        return MoveDenied(reason=DenialReason.BUSY, detail=detail, epoch=placement.epoch)
 
     async def open(self) -> None:
         """Once the engine has started: accept owners and orders."""

@@ -101,7 +101,6 @@ class Migrations:
 
     async def open(self) -> None:
         """Take orders from now on."""
-        self._counted = self._home.placement, self._home.num_total_blocks
         bus, at = self._runtime.bus, self._runtime.incarnation
         self._subscriptions.append(await bus.serve(StartMove, self.start, at=at))
         self._subscriptions.append(await bus.serve(AbandonMove, self.abandon, at=at))
