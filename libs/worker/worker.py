@@ -15,6 +15,7 @@ from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.cost.load import WorkerLoad
 from libs.engine.engine import Engine
 from libs.engine.outputs import SequenceFailed
+from libs.kv.tensors import BlockShape
 from libs.model.model import Model
 from libs.placement.role import Role
 from libs.request.outcome import RefusalReason
@@ -104,7 +105,7 @@ class Worker:
         listener = await transport.listen(settings.link_host)
         self._link_address = listener.address
         self._closing.push_async_callback(listener.close)
-        self._spawn_tasks(listener, model)
+        self._spawn_tasks(listener, block_shape_of(model, settings.block_size))
         await self._serve()
         await self.modules.open()
         describe_instance(
@@ -222,14 +223,14 @@ class Worker:
             num_unsent_deltas=lambda: self._tokens.outbox.num_deltas,
         )
 
-    def _spawn_tasks(self, listener: Listener, model: Model) -> None:
+    def _spawn_tasks(self, listener: Listener, shape: BlockShape) -> None:
         spawn = self._runtime.spawn
         spawn("engine", self.engine.watch())
         spawn("tokens", self._tokens.run())
         spawn("finished-kv", self._uploads.run())
         spawn("renew-leases", self._renew_leases())
         spawn("expire", self._expire())
-        spawn("accept", self._accept(listener, model))
+        spawn("accept", self._accept(listener, shape))
 
     async def _serve(self) -> None:
         bus, at = self._runtime.bus, self._runtime.incarnation
@@ -241,8 +242,7 @@ class Worker:
         ):
             self._closing.push_async_callback(subscription.close)
 
-    async def _accept(self, listener: Listener, model: Model) -> NoReturn:
-        shape = block_shape_of(model, self._settings.block_size)
+    async def _accept(self, listener: Listener, shape: BlockShape) -> NoReturn:
         while True:
             receiver = KvReceiver(await listener.accept(), self.decode, self.engine, shape, self._metrics)
             self._runtime.spawn("kv-receiver", receiver.serve())
