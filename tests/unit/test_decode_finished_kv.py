@@ -1,18 +1,18 @@
 from types import SimpleNamespace
 from typing import Any
 
+from opentelemetry.trace import INVALID_SPAN
 from prometheus_client import CollectorRegistry, Counter
 
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
-from libs.telemetry.traces import Span
 from libs.worker.decode.finished_kv import MAX_WAITING, FinishedKvUploads
 from libs.worker.decode.sequences import HeldSequence
 
 
 def sequence(num_prompt: int, num_output: int, *, prefill: str = "p") -> HeldSequence:
     generation = Generation("r", pack_token_ids([1] * num_prompt), num_prompt, SamplingParams(), "g", 1e12)
-    return HeldSequence(generation, prefill, 0.0, Span(""), output_ids=[2] * num_output)
+    return HeldSequence(generation, prefill, 0.0, INVALID_SPAN, output_ids=[2] * num_output)
 
 
 class Scene:

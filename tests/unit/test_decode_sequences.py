@@ -1,10 +1,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.trace import INVALID_SPAN
 
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.outcome import FailureReason
 from libs.request.sampling import SamplingParams
-from libs.telemetry.traces import Span
 from libs.worker.decode.sequences import HeldSequence, Sequences, Stage
 
 LEASE = 10.0
@@ -24,7 +24,7 @@ def generation(
 
 
 def awaiting(sequences: Sequences, request_id: str, now: float = 0.0, **how: object) -> HeldSequence:
-    held = sequences.hold(generation(request_id, **how), "p0", Span(""), now)  # type: ignore[arg-type]  # kwargs of the tests
+    held = sequences.hold(generation(request_id, **how), "p0", INVALID_SPAN, now)  # type: ignore[arg-type]  # kwargs of the tests
     held.stage = Stage.AWAITING_KV
     return held
 
@@ -60,7 +60,7 @@ def test_a_deadline_before_the_end_of_the_lease_counts_and_is_named_as_such() ->
 
 def test_one_that_the_engine_still_decides_about_is_left_to_it() -> None:
     sequences = Sequences(LEASE)
-    sequences.hold(generation("r", deadline=1.0), "p0", Span(""), 0.0)
+    sequences.hold(generation("r", deadline=1.0), "p0", INVALID_SPAN, 0.0)
     assert ended(sequences, 50.0) == []
     assert sequences.next_expiry() == float("inf")
 
@@ -78,7 +78,7 @@ def test_they_are_found_by_gateway_and_by_the_prefill_worker_they_wait_for() -> 
 def test_the_first_index_of_a_replay_is_behind_what_was_delivered() -> None:
     sequences = Sequences(LEASE)
     assert awaiting(sequences, "first").first_index == 0
-    assert sequences.hold(generation("again", num_output=3), "p0", Span(""), 0.0).first_index == 3
+    assert sequences.hold(generation("again", num_output=3), "p0", INVALID_SPAN, 0.0).first_index == 3
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50), st.booleans()), min_size=1, max_size=8))
