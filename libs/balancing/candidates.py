@@ -6,7 +6,7 @@ from itertools import groupby
 from libs.balancing.device_model import load_without_hosted
 from libs.balancing.settings import BalancingSettings
 from libs.balancing.view import Device, Flip, Inbound, Outbound
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 from libs.placement.placement import Placement
 from libs.placement.role import Role
 
@@ -24,7 +24,7 @@ def outbound(owner: Device, host: Device, settings: BalancingSettings, *, gap: f
     placement, is_short = owner.placement, owner.load.is_memory_short
     own = load_without_hosted(owner)
     num_blocks = _num_blocks_wanted(owner)
-    if placement.lent():
+    if placement.remote_blocks():
         return
     if settings.moves_layers and (gap >= DELTA_LAYER or not own.is_memory_bound):
         for module in layer_runs(placement):
@@ -36,7 +36,7 @@ def outbound(owner: Device, host: Device, settings: BalancingSettings, *, gap: f
         for module in head_groups(placement, keeps_layers=settings.moves_layers):
             yield Outbound(owner.worker, host.worker, module, num_blocks=num_blocks)
         if placement.num_kv_heads == 1 and not placement.placed:
-            yield Outbound(owner.worker, host.worker, lent_blocks(placement.num_layers))
+            yield Outbound(owner.worker, host.worker, remote_blocks(placement.num_layers))
 
 
 def _has_modules_at(owner: Device, host: Device) -> bool:

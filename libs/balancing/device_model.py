@@ -15,7 +15,7 @@ from libs.cost.migration import (
     weight_memory_bytes,
 )
 from libs.placement.module import Module, ModuleKind
-from libs.placement.placement import Placed, Placement
+from libs.placement.placement import PlacedModule, Placement
 from libs.placement.role import Role
 
 SMOOTHING_SECONDS = 1.5
@@ -58,7 +58,7 @@ def module_block_bytes(device: Device, module: Module) -> float:
 def usable_bytes(device: Device) -> float:
     """Of its memory for its own blocks; weights that went away have left theirs."""
     freed = sum(
-        weight_memory_bytes(device.shape, one.module, with_weights=not one.has_weights_at_home)
+        weight_memory_bytes(device.shape, one.module, with_weights=not one.has_weights_at_owner)
         for one in device.placement.placed
     )
     pool_bytes = device.num_blocks * device.shape.block_bytes * resident_share(device.placement)
@@ -76,7 +76,7 @@ def capacity(device: Device, placement: Placement, own_bytes: float) -> int:
         for one in placement.placed
         if one.num_blocks and one.module.kind is not ModuleKind.TOKENS
     ]
-    lent = sum(one.num_blocks for one in placement.lent())
+    lent = sum(one.num_blocks for one in placement.remote_blocks())
     return min([at_owner, *kept]) + lent
 
 
@@ -174,7 +174,7 @@ def predict_inbound(move: Inbound, owner: Device, host: Device) -> Predicted:
     placed = owner.placement.get(move.move_id)
     if placed is None:
         raise ValueError(f"no module that move {move.move_id} brought away is away from {owner.name}")
-    with_weights = not placed.has_weights_at_home
+    with_weights = not placed.has_weights_at_owner
     come, go = (
         weight_memory_bytes(one.shape, placed.module, with_weights=with_weights) for one in (owner, host)
     )
@@ -246,7 +246,7 @@ def _room_for(move: Outbound, owner: Device, host: Device) -> tuple[int, float]:
         num_granted = min(num_granted, move.num_blocks)
     if move.module.kind is ModuleKind.TOKENS:
         return owner.num_blocks + num_granted, num_granted * per_block
-    placed = Placed(move_id="", module=move.module, worker=host.worker, num_blocks=max(1, num_granted))
+    placed = PlacedModule(move_id="", module=move.module, worker=host.worker, num_blocks=max(1, num_granted))
     after = msgspec.structs.replace(owner.placement, placed=(*owner.placement.placed, placed))
     num_blocks = capacity(owner, after, usable_bytes(owner) + left)
     return num_blocks, num_blocks * per_block + came

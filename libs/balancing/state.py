@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from libs.balancing.device_model import SMOOTHING_SECONDS, smooth
 from libs.balancing.view import Decision, Device, Flip, Inbound, MeshView, Outbound, UnderWay
-from libs.placement.phases import is_automatic
+from libs.placement.migration import is_automatic
 
 COOLDOWN_SECONDS = 4.0
 """Both devices of a migration rest for so long: at least twice SMOOTHING_SECONDS, since sooner the load that

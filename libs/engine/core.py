@@ -36,7 +36,7 @@ from libs.engine.scheduling.sequence_table import SequenceTable
 from libs.engine.settings import EngineSettings, pool_blocks
 from libs.model.layer import layer_bytes
 from libs.model.model import Model
-from libs.placement.placement import Placement, all_home
+from libs.placement.placement import Placement, all_at_owner
 from libs.request.outcome import FailureReason
 
 _log = structlog.get_logger(__name__)
@@ -77,7 +77,7 @@ class EngineCore:
         waiting: Meter | None = None,
     ) -> None:
         config = model.config
-        placement = all_home(home, config.num_layers, config.num_kv_heads)
+        placement = all_at_owner(home, config.num_layers, config.num_kv_heads)
         layout = BlockLayout(placement.resident_slots(), settings.block_size, config.head_dim, model.dtype)
         self.settings = settings
         self.pool = _pool(model, settings, layout)
@@ -111,7 +111,7 @@ class EngineCore:
             lambda kv: fitting_attention(self.model, kv),  # of the model as it is then: layers may have left
             min_own_blocks=layout_now.min_blocks,
             resize_own=layout_now.resize,
-            worker=placement.home,
+            worker=placement.owner,
         )
         self.migrator = Migrator(layout_now, self.hosted, on_placement)
         self.incoming = Incoming(self.sequences, self._loading, self._kv, layout, self.migrator.wrote)

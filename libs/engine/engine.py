@@ -37,7 +37,7 @@ from libs.engine.settings import EngineSettings
 from libs.engine.thread import Command, EngineThread, Post
 from libs.engine.thread_loop import ThreadLoop
 from libs.model.model import Model
-from libs.placement.placement import Placement, all_home
+from libs.placement.placement import Placement, all_at_owner
 from libs.request.generation import Generation
 
 
@@ -114,7 +114,7 @@ class Engine:
         )
         self.hosting = Hosting(self._ask_hosted, thread.call_hosted, thread.hosted)
         """Modules of other instances that run here."""
-        at_first = all_home(home, model.config.num_layers, model.config.num_kv_heads)
+        at_first = all_at_owner(home, model.config.num_layers, model.config.num_kv_heads)
         self.migrations = LiveMigration(self._ask_migrator, lambda: thread.load, at_first)
         """Live migration of this instance's modules to other workers."""
         self._opened: asyncio.Future[None] | None = None

@@ -28,7 +28,7 @@ from libs.engine.meter import Meter
 from libs.engine.outputs import LayerOutput, SequenceFailed, TokenOutput
 from libs.engine.thread_loop import ThreadLoop
 from libs.kv.layer_groups import layers_per_frame
-from libs.placement.placement import Hosted
+from libs.placement.placement import HostedModuleStatus
 from libs.request.outcome import FailureReason
 
 _MAX_POSTED = 64
@@ -155,7 +155,7 @@ class EngineThread:
         self._core.hosted.put(owner, call, answer)
         self.mailbox.wake()
 
-    def hosted(self) -> tuple[Hosted, ...]:
+    def hosted(self) -> tuple[HostedModuleStatus, ...]:
         """Modules of other instances that run here; from any thread."""
         return () if self._core is None else self._core.hosted.hosted()
 

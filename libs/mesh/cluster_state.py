@@ -6,21 +6,21 @@
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from libs.bus.messages.migration import MoveRecord, PlacementTold
+from libs.bus.messages.migration import MigrationRecord, PlacementUpdate
 from libs.bus.messages.presence import LoadReport, Presence
 from libs.mesh.migrations import Migrations
-from libs.placement.phases import is_over
-from libs.placement.placement import Placed
+from libs.placement.migration import is_over
+from libs.placement.placement import PlacedModule
 from libs.runtime.roster import Roster, RosterChange
 
-Told = TypeVar("Told", LoadReport, PlacementTold)
+Update = TypeVar("Update", LoadReport, PlacementUpdate)
 
 
 @dataclass(frozen=True, slots=True)
-class Heard(Generic[Told]):
+class Heard(Generic[Update]):
     """The newest message of its kind from one worker, and when it came."""
 
-    message: Told
+    message: Update
     at: float
 
 
@@ -54,45 +54,45 @@ class ClusterState:
         self.roster = roster
         self.loads = Loads()
         self.migrations = Migrations()
-        self._placements: dict[str, Heard[PlacementTold]] = {}
+        self._placements: dict[str, Heard[PlacementUpdate]] = {}
 
     def hear_load(self, report: LoadReport, now: float) -> None:
         """A process reports its load."""
         if self.roster.get(report.incarnation) is not None:
             self.loads.hear(report, now)
 
-    def hear_placement(self, told: PlacementTold, now: float) -> bool:
-        """A worker tells its placement, the modules that it hosts and its migrations; says whether any of it
-        is new. It is the authority; a lower epoch is older than what is known."""
-        owner = told.placement.home
+    def hear_placement(self, update: PlacementUpdate, now: float) -> bool:
+        """A worker publishes its placement, the modules that it hosts and its migrations; says whether any of
+        it is new. It is the authority; a lower epoch is older than what is known."""
+        owner = update.placement.owner
         known = self._placements.get(owner)
-        is_late = known is not None and told.placement.epoch < known.message.placement.epoch
+        is_late = known is not None and update.placement.epoch < known.message.placement.epoch
         if self.roster.get(owner) is None or is_late:
             return False
-        self._placements[owner] = Heard(told, now)
-        are_migrations_new = self.migrations.hear_owner(owner, told.moves, now)
-        return are_migrations_new or known is None or _what_stays(known.message) != _what_stays(told)
+        self._placements[owner] = Heard(update, now)
+        are_migrations_new = self.migrations.hear_owner(owner, update.moves, now)
+        return are_migrations_new or known is None or _what_stays(known.message) != _what_stays(update)
 
-    def hear_migration(self, record: MoveRecord, now: float) -> bool:
+    def hear_migration(self, record: MigrationRecord, now: float) -> bool:
         """Its owner tells how far a migration is; says whether that is new. Of an owner that is not here only
         how a migration ended is kept: nobody would end what it was moving."""
         is_here = self.roster.get(record.instance) is not None
         return (is_here or is_over(record.phase)) and self.migrations.hear(record, now)
 
-    def roster_changed(self, change: RosterChange, now: float) -> list[MoveRecord]:
+    def roster_changed(self, change: RosterChange, now: float) -> list[MigrationRecord]:
         """Forget who departed; returns the migrations that failed by it."""
-        failed: list[MoveRecord] = []
+        failed: list[MigrationRecord] = []
         for presence in change.departed:
             self.loads.forget(presence.incarnation)
             self._placements.pop(presence.incarnation, None)
             failed += self.migrations.owner_departed(presence.incarnation, now)
         return failed
 
-    def placement(self, worker: str) -> Heard[PlacementTold] | None:
+    def placement(self, worker: str) -> Heard[PlacementUpdate] | None:
         """The newest of a worker's own instance."""
         return self._placements.get(worker)
 
-    def modules_away(self) -> list[tuple[Presence, Placed]]:
+    def modules_away(self) -> list[tuple[Presence, PlacedModule]]:
         """Every module that is at a host, with its owner; by the owners' names."""
         return [
             (owner, placed)
@@ -107,5 +107,5 @@ class ClusterState:
         return presence.name if presence is not None else worker
 
 
-def _what_stays(told: PlacementTold) -> tuple[object, ...]:
-    return told.placement, told.num_blocks, told.hosted
+def _what_stays(update: PlacementUpdate) -> tuple[object, ...]:
+    return update.placement, update.num_blocks, update.hosted

@@ -8,28 +8,28 @@ from collections.abc import Iterable
 
 import msgspec
 
-from libs.bus.messages.migration import MoveRecord, StartMove
+from libs.bus.messages.migration import MigrationRecord, StartMigration
 from libs.bus.messages.presence import Presence
+from libs.placement.migration import OWNER_LEFT, MigrationPhase, is_over
 from libs.placement.module import Module
-from libs.placement.phases import HOME_LEFT, MovePhase, is_over
 
 MAX_HISTORY = 200
 """Of those that are over, the oldest are forgotten first."""
 KNOWN_WITHIN_SECONDS = 3.0
 """An owner tells of its migrations once a second: what it does not tell of after so long, it never began."""
 
-_RANKS = {phase: rank for rank, phase in enumerate(MovePhase)}
+_RANKS = {phase: rank for rank, phase in enumerate(MigrationPhase)}
 
 
 class Migrations:
     """By id. `now` is unix seconds."""
 
     def __init__(self) -> None:
-        self._records: dict[str, MoveRecord] = {}
+        self._records: dict[str, MigrationRecord] = {}
         self._heard_at: dict[str, float] = {}
         """When each was first heard of."""
 
-    def get(self, move_id: str) -> MoveRecord | None:
+    def get(self, move_id: str) -> MigrationRecord | None:
         """One of them."""
         return self._records.get(move_id)
 
@@ -37,15 +37,15 @@ class Migrations:
         """When one of them was first heard of."""
         return self._heard_at[move_id]
 
-    def newest_first(self) -> list[MoveRecord]:
+    def newest_first(self) -> list[MigrationRecord]:
         """All of them, by when they began."""
         return sorted(self._records.values(), key=lambda one: one.started_unix_seconds, reverse=True)
 
-    def latest(self, count: int) -> list[MoveRecord]:
+    def latest(self, count: int) -> list[MigrationRecord]:
         """Those under way, and as many of the newest as make `count`, the newest first."""
         return [one for at, one in enumerate(self.newest_first()) if at < count or not is_over(one.phase)]
 
-    def under_way(self) -> list[MoveRecord]:
+    def under_way(self) -> list[MigrationRecord]:
         """Ordered or told of, and not over."""
         return [one for one in self._records.values() if not is_over(one.phase)]
 
@@ -54,7 +54,7 @@ class Migrations:
         self._records.pop(move_id, None)
         self._heard_at.pop(move_id, None)
 
-    def hear(self, record: MoveRecord, now: float) -> bool:
+    def hear(self, record: MigrationRecord, now: float) -> bool:
         """One is so far, or is about to be ordered; says whether that is new. What was told by another way
         may come late: no phase is gone back to. Of how one ended its owner has the last word, also where it
         was thought to have left."""
@@ -66,7 +66,7 @@ class Migrations:
         self._forget_old()
         return True
 
-    def hear_owner(self, owner: str, records: Iterable[MoveRecord], now: float) -> bool:
+    def hear_owner(self, owner: str, records: Iterable[MigrationRecord], now: float) -> bool:
         """An owner tells of all its migrations; says whether any of it is new. What it should know by now and
         does not, has failed."""
         told = {record.move_id: record for record in records}
@@ -80,10 +80,10 @@ class Migrations:
         ]
         return bool(self._fail(lost, "its home worker does not know it", now)) or any(is_new)
 
-    def owner_departed(self, owner: str, now: float) -> list[MoveRecord]:
+    def owner_departed(self, owner: str, now: float) -> list[MigrationRecord]:
         """Ends the migrations of an instance whose worker is gone; returns them. A lost host is for the owner
         to find out."""
-        return self._fail([one for one in self.under_way() if one.instance == owner], HOME_LEFT, now)
+        return self._fail([one for one in self.under_way() if one.instance == owner], OWNER_LEFT, now)
 
     def fail(self, move_id: str, error: str, now: float) -> None:
         """It ends, if it has not ended yet."""
@@ -91,9 +91,9 @@ class Migrations:
         if record is not None and not is_over(record.phase):
             self._fail([record], error, now)
 
-    def _fail(self, records: list[MoveRecord], error: str, now: float) -> list[MoveRecord]:
+    def _fail(self, records: list[MigrationRecord], error: str, now: float) -> list[MigrationRecord]:
         failed = [
-            msgspec.structs.replace(one, phase=MovePhase.FAILED, error=error, ended_unix_seconds=now)
+            msgspec.structs.replace(one, phase=MigrationPhase.FAILED, error=error, ended_unix_seconds=now)
             for one in records
         ]
         self._records |= {one.move_id: one for one in failed}
@@ -105,15 +105,15 @@ class Migrations:
             self.withdraw(min(over, key=lambda one: one.ended_unix_seconds).move_id)
 
 
-def _is_late(record: MoveRecord, known: MoveRecord) -> bool:
+def _is_late(record: MigrationRecord, known: MigrationRecord) -> bool:
     return not is_over(record.phase) and (is_over(known.phase) or _RANKS[record.phase] < _RANKS[known.phase])
 
 
 def planned(
-    order: StartMove, owner: Presence, module: Module, host: str, host_name: str, now: float
-) -> MoveRecord:
+    order: StartMigration, owner: Presence, module: Module, host: str, host_name: str, now: float
+) -> MigrationRecord:
     """How an order stands in the history until its owner tells of it."""
-    return MoveRecord(
+    return MigrationRecord(
         move_id=order.move_id,
         instance=owner.incarnation,
         instance_name=owner.name,
@@ -123,7 +123,7 @@ def planned(
         is_return=order.module is None,
         returned_move_id=order.returned_move_id,
         with_weights=order.with_weights,
-        phase=MovePhase.PLANNED,
+        phase=MigrationPhase.PLANNED,
         expected_epoch=order.expected_epoch,
         epoch=order.expected_epoch,
         reason=order.reason,

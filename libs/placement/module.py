@@ -1,4 +1,4 @@
-"""A part of an instance that can live on another worker than its home."""
+"""A part of an instance that can live on another worker than its owner."""
 
 from enum import Enum
 
@@ -13,7 +13,7 @@ class ModuleKind(Enum):
     HEADS = "heads"
     """KV heads of consecutive layers: their KV lies there, and their attention is computed there."""
     TOKENS = "tokens"
-    """Whole blocks, all layers and heads of their tokens; the parts of an attention are merged at home."""
+    """Whole blocks, all layers and heads of their tokens; the owner merges the parts of an attention."""
 
 
 class Module(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ def heads_of(first_layer: int, end_layer: int, kv_heads: tuple[int, ...]) -> Mod
     )
 
 
-def lent_blocks(num_layers: int) -> Module:
+def remote_blocks(num_layers: int) -> Module:
     """Blocks that the host lends."""
     return Module(kind=ModuleKind.TOKENS, first_layer=0, end_layer=num_layers)
 

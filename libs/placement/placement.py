@@ -1,6 +1,6 @@
 """Who runs which layer of one instance, and who holds which KV head of it.
 
-A worker is named by its incarnation. A placement is a value: a move makes a new one with the next epoch.
+A worker is named by its incarnation. A placement is a value: a migration makes a new one with the next epoch.
 """
 
 from collections.abc import Iterator
@@ -15,24 +15,24 @@ class BadPlacement(Exception):
     """A module that the instance does not have, or that is away already; says which."""
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """One module that is away from home."""
+class PlacedModule(msgspec.Struct, frozen=True, kw_only=True):
+    """One module that is at a host."""
 
     move_id: str
-    """Of the move that brought it there; its name ever since."""
+    """Of the migration that brought it there; its name ever since."""
     module: Module
     worker: str
-    has_weights_at_home: bool = True
+    has_weights_at_owner: bool = True
     """False: they travelled with it."""
     num_blocks: int = 0
     """That the host holds for it; of a TOKENS module, that it lends."""
 
 
-class Hosted(msgspec.Struct, frozen=True, kw_only=True):
+class HostedModuleStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A module of another instance that this worker runs."""
 
     move_id: str
-    home: str
+    owner: str
     module: Module
     num_blocks: int
     num_bytes: int
@@ -46,7 +46,7 @@ class LayerRun(msgspec.Struct, frozen=True):
     first: int
     end: int
     move_id: str = ""
-    """Of the module that these layers are; empty at home."""
+    """Of the module that these layers are; empty at the owner."""
 
     @property
     def layers(self) -> range:
@@ -55,27 +55,27 @@ class LayerRun(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything is at `home` but what is `placed` elsewhere."""
+    """Everything is at its `owner` but what is `placed` elsewhere."""
 
-    home: str
+    owner: str
     num_layers: int
     num_kv_heads: int
     epoch: int = 0
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[PlacedModule, ...] = ()
 
-    def get(self, move_id: str) -> Placed | None:
-        """The module that this move brought away."""
+    def get(self, move_id: str) -> PlacedModule | None:
+        """The module that this migration brought to a host."""
         return next((one for one in self.placed if one.move_id == move_id), None)
 
-    def runner_of(self, layer: int) -> Placed | None:
-        """The module that a layer belongs to as a whole; None where home runs it."""
+    def runner_of(self, layer: int) -> PlacedModule | None:
+        """The module that a layer belongs to as a whole; None where the owner runs it."""
         return next((one for one in self._with_layer(layer) if one.module.kind is ModuleKind.LAYERS), None)
 
-    def heads_away(self, layer: int) -> list[Placed]:
-        """Modules that hold some KV heads of a layer which home runs."""
+    def heads_away(self, layer: int) -> list[PlacedModule]:
+        """Modules that hold some KV heads of a layer which the owner runs."""
         return [one for one in self._with_layer(layer) if one.module.kind is ModuleKind.HEADS]
 
-    def lent(self) -> list[Placed]:
+    def remote_blocks(self) -> list[PlacedModule]:
         """Modules that are blocks, in the order in which they came."""
         return [one for one in self.placed if one.module.kind is ModuleKind.TOKENS]
 
@@ -88,12 +88,12 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             yield (
                 LayerRun(owner.worker, first, end, owner.move_id)
                 if owner
-                else LayerRun(self.home, first, end)
+                else LayerRun(self.owner, first, end)
             )
             first = end
 
     def resident_slots(self) -> tuple[tuple[int, int], ...]:
-        """The `(layer, kv_head)` pairs whose KV lies at home, in order; heads of a layer are adjacent."""
+        """The `(layer, kv_head)` pairs whose KV the owner holds, in order; heads of a layer are adjacent."""
         away = {
             slot
             for one in self.placed
@@ -107,13 +107,13 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             if (layer, head) not in away
         )
 
-    def with_module(self, placed: Placed) -> "Placement":
-        """The placement after a move away, under the next epoch. Raises BadPlacement."""
+    def with_module(self, placed: PlacedModule) -> "Placement":
+        """The placement after an outbound migration, under the next epoch. Raises BadPlacement."""
         check_module(self, placed.module)
         return msgspec.structs.replace(self, epoch=self.epoch + 1, placed=(*self.placed, placed))
 
     def without(self, move_id: str) -> "Placement":
-        """The placement after this module came home, under the next epoch. Raises BadPlacement."""
+        """The placement after this module came back, under the next epoch. Raises BadPlacement."""
         if self.get(move_id) is None:
             raise BadPlacement(f"no module that move {move_id} brought away is away")
         rest = tuple(one for one in self.placed if one.move_id != move_id)
@@ -124,13 +124,13 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         rest = tuple(one for one in self.placed if one.worker != worker)
         return msgspec.structs.replace(self, epoch=self.epoch + 1, placed=rest)
 
-    def _with_layer(self, layer: int) -> Iterator[Placed]:
+    def _with_layer(self, layer: int) -> Iterator[PlacedModule]:
         return (one for one in self.placed if layer in one.module.layers)
 
 
-def all_home(home: str, num_layers: int, num_kv_heads: int) -> Placement:
+def all_at_owner(owner: str, num_layers: int, num_kv_heads: int) -> Placement:
     """The placement of an instance that keeps everything on its own worker."""
-    return Placement(home=home, num_layers=num_layers, num_kv_heads=num_kv_heads)
+    return Placement(owner=owner, num_layers=num_layers, num_kv_heads=num_kv_heads)
 
 
 def check_module(placement: Placement, module: Module) -> None:
@@ -186,7 +186,7 @@ def _away_words(placement: Placement, layer: int, head: int) -> str:
     return f"KV head {head} of layer {layer} is away already; {_bring_home(holders)}"
 
 
-def _bring_home(placed: tuple[Placed, ...]) -> str:
+def _bring_home(placed: tuple[PlacedModule, ...]) -> str:
     moves = ", ".join(one.move_id for one in placed)
     return f"first bring home what move{'s' * (len(placed) > 1)} {moves} brought away (return_of, --return)"
 

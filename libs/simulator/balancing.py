@@ -28,8 +28,8 @@ from libs.balancing.view import (
     reported_load,
 )
 from libs.cost.migration import ModelShape, step_overhead_seconds, weight_memory_bytes
-from libs.placement.phases import new_move_id
-from libs.placement.placement import Placed, all_home
+from libs.placement.migration import new_move_id
+from libs.placement.placement import PlacedModule, all_at_owner
 from libs.placement.role import Role
 from libs.simulator.decode_instance import DecodeInstance
 from libs.simulator.event_loop import Due
@@ -94,7 +94,7 @@ class Balancing:
             fingerprint="simulated",
             can_host=True,
             shape=self._model,
-            placement=all_home(name, self._model.num_layers, self._model.num_kv_heads),
+            placement=all_at_owner(name, self._model.num_layers, self._model.num_kv_heads),
             load=_NO_LOAD,
             device_share=self._share,
             hosted_part=0.0,
@@ -197,11 +197,11 @@ class Balancing:
         del self._under_way[move_id]
         home, host = self._devices[decision.instance], self._devices[decision.host]
         if isinstance(decision, Outbound):
-            placed = Placed(
+            placed = PlacedModule(
                 move_id=move_id,
                 module=decision.module,
                 worker=host.worker,
-                has_weights_at_home=not decision.with_weights,
+                has_weights_at_owner=not decision.with_weights,
                 num_blocks=num_blocks,
             )
             placement, sign = home.placement.with_module(placed), 1
@@ -211,7 +211,7 @@ class Balancing:
                 return []
             placed, placement, sign = found, home.placement.without(decision.move_id), -1
         num_bytes = int(placed.num_blocks * module_block_bytes(home, placed.module))
-        with_weights = not placed.has_weights_at_home
+        with_weights = not placed.has_weights_at_owner
         num_bytes += weight_memory_bytes(self._model, placed.module, with_weights=with_weights)
         self._settle(replace(host, hosted_bytes=host.hosted_bytes + sign * num_bytes))
         self._settle(replace(home, placement=msgspec.structs.replace(placement)))

@@ -23,7 +23,7 @@ class Use:
 
 def fractions(placement: Placement, attention_share: float) -> dict[str, float]:
     """By worker, its part of what a step of the instance computes."""
-    parts = {placement.home: 1.0}
+    parts = {placement.owner: 1.0}
     for one in placement.placed:
         if one.module.kind is ModuleKind.TOKENS:
             continue
@@ -31,7 +31,7 @@ def fractions(placement: Placement, attention_share: float) -> dict[str, float]:
         if one.module.kind is ModuleKind.HEADS:
             part *= attention_share
         parts[one.worker] = parts.get(one.worker, 0.0) + part
-        parts[placement.home] -= part
+        parts[placement.owner] -= part
     return parts
 
 

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from libs.bus.messages.generation import Abort, Prefill, Queued, Refused, Reserve, Reserved
-from libs.bus.messages.migration import ChangeRole, DenialReason, MoveDenied, RoleAccepted
+from libs.bus.messages.migration import ChangeRole, DenialReason, MigrationDenied, RoleAccepted
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.cost.load import WorkerLoad
 from libs.engine.engine import Engine
@@ -342,7 +342,7 @@ class Worker:
             num_seats=num_sequences if generates else settings.max_waiting,
         )
 
-    async def _on_change_role(self, order: ChangeRole) -> RoleAccepted | MoveDenied:
+    async def _on_change_role(self, order: ChangeRole) -> RoleAccepted | MigrationDenied:
         denied = self._role_denial(order.role)
         if denied is not None:
             log.info("role_change_denied", role=order.role.value, detail=denied.detail)
@@ -352,21 +352,21 @@ class Worker:
             self._changing.add_done_callback(self._role_changed)
         return RoleAccepted(role=order.role)
 
-    def _role_denial(self, role: Role) -> MoveDenied | None:
+    def _role_denial(self, role: Role) -> MigrationDenied | None:
         presence = self._runtime.presence
         busy_with = f": {presence.detail}" if presence.detail else ""
         if self._changing is not None:
             if presence.detail == _becoming(role):
                 return None
-            return MoveDenied(
+            return MigrationDenied(
                 reason=DenialReason.BUSY, detail=f"{presence.name} is {presence.detail} already"
             )
         if presence.state is ServiceState.STARTING:
             detail = f"{presence.name} is still starting{busy_with}; order it again when it is ready"
-            return MoveDenied(reason=DenialReason.NOT_READY, detail=detail)
+            return MigrationDenied(reason=DenialReason.NOT_READY, detail=detail)
         if presence.state is ServiceState.DRAINING:
             detail = f"{presence.name} is about to end{busy_with}"
-            return MoveDenied(reason=DenialReason.DRAINING, detail=detail)
+            return MigrationDenied(reason=DenialReason.DRAINING, detail=detail)
         return None
 
     async def _change_role(self, role: Role) -> None:

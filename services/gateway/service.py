@@ -9,7 +9,7 @@ import msgspec
 from starlette.applications import Starlette
 
 from libs.bus.messages.generation import TokenFrame
-from libs.bus.messages.migration import MoveTold, PlacementTold
+from libs.bus.messages.migration import MigrationUpdate, PlacementUpdate
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind
 from libs.bus.subscriptions import Subscription
 from libs.mesh.cluster_state import ClusterState
@@ -111,8 +111,8 @@ class GatewayService:
         self._subscriptions += [
             await bus.subscribe(TokenFrame, live.on_frame, at=runtime.incarnation),
             await bus.subscribe(LoadReport, self._on_load),
-            await bus.subscribe(PlacementTold, self._on_placement),
-            await bus.subscribe(MoveTold, self._on_move),
+            await bus.subscribe(PlacementUpdate, self._on_placement),
+            await bus.subscribe(MigrationUpdate, self._on_move),
         ]
 
     def _app(self, runtime: Runtime, dispatch: Dispatch, metrics: GatewayMetrics) -> Starlette:
@@ -178,12 +178,12 @@ class GatewayService:
         if self._live is not None:
             self._live.on_load(report)
 
-    def _on_placement(self, update: PlacementTold) -> None:
+    def _on_placement(self, update: PlacementUpdate) -> None:
         if self._cluster.hear_placement(update, time.time()):
             self._feed.changed()
 
-    def _on_move(self, update: MoveTold) -> None:
-        if self._cluster.hear_migration(update.move, time.time()):
+    def _on_move(self, update: MigrationUpdate) -> None:
+        if self._cluster.hear_migration(update.record, time.time()):
             self._feed.changed()
 
     def _roster_changed(self, change: RosterChange) -> None:

@@ -1,7 +1,7 @@
 """The mesh as the loop is to see it: the ready workers of whom all is known and fresh. Pure."""
 
 from libs.balancing.view import Device, MeshView, UnderWay, reported_load
-from libs.bus.messages.migration import PlacementTold
+from libs.bus.messages.migration import PlacementUpdate
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.cost.load import WorkerLoad
 from libs.cost.migration import shape_of
@@ -34,7 +34,7 @@ def _role_of(presence: Presence) -> Role:
     return Role.BOTH if presence.runs_prompts else Role.DECODE
 
 
-def _device(presence: Presence, load: WorkerLoad, told: PlacementTold) -> Device | None:
+def _device(presence: Presence, load: WorkerLoad, told: PlacementUpdate) -> Device | None:
     """None where the worker does not tell the shape of its model."""
     shape = shape_of(presence)
     if shape is None:

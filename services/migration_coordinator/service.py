@@ -14,22 +14,22 @@ from libs.balancing.state import LoopState, back_off
 from libs.balancing.view import Flip, Inbound, Outbound, RoundReport
 from libs.bus.errors import BusError, NotConnected, RequestTimedOut, Undecodable
 from libs.bus.messages.migration import (
-    AbandonMove,
+    CancelMigration,
     ChangeRole,
     DenialReason,
     ExplainRounds,
-    MoveDenied,
-    MoveRecord,
-    MoveTold,
-    PlacementTold,
+    MigrationDenied,
+    MigrationRecord,
+    MigrationUpdate,
+    PlacementUpdate,
     Rounds,
-    StartMove,
+    StartMigration,
 )
 from libs.bus.messages.presence import LoadReport
 from libs.bus.subscriptions import Subscription
 from libs.mesh.cluster_state import ClusterState
 from libs.mesh.migrations import planned
-from libs.placement.phases import MovePhase, is_automatic, new_move_id
+from libs.placement.migration import MigrationPhase, is_automatic, new_move_id
 from libs.placement.role import Role
 from libs.runtime.roster import Roster, RosterChange, watch_roster
 from libs.runtime.runtime import Runtime
@@ -99,8 +99,8 @@ class CoordinatorService:
         self._metrics.watch(self._leads, lambda: len(self._migrations.under_way()))
         for subscription in (
             await self._bus.subscribe(LoadReport, self._hear_load),
-            await self._bus.subscribe(PlacementTold, self._hear_placement),
-            await self._bus.subscribe(MoveTold, self._hear_migration),
+            await self._bus.subscribe(PlacementUpdate, self._hear_placement),
+            await self._bus.subscribe(MigrationUpdate, self._hear_migration),
         ):
             self._heard.append(subscription)
         watching = watch_roster(self._bus, self._roster, self._roster_changed, hears_itself=True)
@@ -125,15 +125,15 @@ class CoordinatorService:
     def _hear_load(self, report: LoadReport) -> None:
         self._cluster.hear_load(report, self._clock())
 
-    def _hear_placement(self, told: PlacementTold) -> None:
+    def _hear_placement(self, told: PlacementUpdate) -> None:
         self._cluster.hear_placement(told, self._clock())
 
-    def _hear_migration(self, told: MoveTold) -> None:
-        self._cluster.hear_migration(told.move, self._clock())
-        if told.move.phase is MovePhase.FAILED:
-            self._back_off(told.move)
+    def _hear_migration(self, told: MigrationUpdate) -> None:
+        self._cluster.hear_migration(told.record, self._clock())
+        if told.record.phase is MigrationPhase.FAILED:
+            self._back_off(told.record)
 
-    def _back_off(self, record: MoveRecord) -> None:
+    def _back_off(self, record: MigrationRecord) -> None:
         if is_automatic(record.move_id) and not record.is_return:
             self._state = back_off(self._state, record.instance, record.host, self._clock())
 
@@ -227,7 +227,7 @@ class CoordinatorService:
     def _begin(self, decision: Outbound | Inbound, report: RoundReport, now: float) -> None:
         move_id = new_move_id(now, secrets.token_hex(2), is_automatic=True)
         epoch = self._state.devices[decision.instance].placement.epoch
-        order = StartMove(
+        order = StartMigration(
             move_id=move_id,
             module=decision.module if isinstance(decision, Outbound) else None,
             returned_move_id=decision.move_id if isinstance(decision, Inbound) else "",
@@ -247,7 +247,7 @@ class CoordinatorService:
         self._migrations.hear(record, now)
         self._runtime.spawn("order", self._order(order, record))
 
-    async def _order(self, order: StartMove, record: MoveRecord) -> None:
+    async def _order(self, order: StartMigration, record: MigrationRecord) -> None:
         """Ask the owner. Where its answer does not come the migration stays in the history: it may have
         begun, and the owner tells whether it has."""
         try:
@@ -260,7 +260,7 @@ class CoordinatorService:
             self._back_off(record)
             return
         else:
-            if isinstance(answer, MoveDenied):
+            if isinstance(answer, MigrationDenied):
                 self._was_denied(answer.reason.value, answer.detail)
                 self._migrations.withdraw(order.move_id)
                 self._back_off(record)
@@ -274,7 +274,7 @@ class CoordinatorService:
         except BusError as error:
             self._was_denied("unanswered", f"{self._cluster.name(worker)}: {error}")
             return
-        if isinstance(answer, MoveDenied):
+        if isinstance(answer, MigrationDenied):
             self._was_denied(answer.reason.value, answer.detail)
         else:
             self._metrics.decisions.labels("flipped").inc()
@@ -293,13 +293,13 @@ class CoordinatorService:
                 log.warning("move_overdue", move_id=record.move_id, phase=record.phase.value)
                 self._runtime.spawn("abandon", self._abandon(record))
 
-    async def _abandon(self, record: MoveRecord) -> None:
-        order = AbandonMove(move_id=record.move_id)
+    async def _abandon(self, record: MigrationRecord) -> None:
+        order = CancelMigration(move_id=record.move_id)
         try:
             answer = await self._bus.request(order, to=record.instance, timeout_seconds=ORDER_TIMEOUT_SECONDS)
         except BusError as error:
             log.warning("abandon_unanswered", move_id=record.move_id, error=str(error))
             self._migrations.fail(record.move_id, f"abandoned: {error}", self._clock())
             return
-        if isinstance(answer, MoveDenied) and answer.reason is not DenialReason.INVALID:
+        if isinstance(answer, MigrationDenied) and answer.reason is not DenialReason.INVALID:
             self._migrations.fail(record.move_id, f"abandoned: {answer.detail}", self._clock())

@@ -29,9 +29,9 @@ from libs.balancing.view import (
     reported_load,
 )
 from libs.cost.migration import ModelShape
+from libs.placement.migration import new_move_id
 from libs.placement.module import Module, ModuleKind
-from libs.placement.phases import new_move_id
-from libs.placement.placement import Placed, all_home
+from libs.placement.placement import PlacedModule, all_at_owner
 from libs.placement.role import Role
 
 ROUND_SECONDS = 0.5
@@ -75,7 +75,7 @@ def device(worker: str, role: Role = Role.DECODE, shape: ModelShape = SHAPE, **f
         fingerprint="model",
         can_host=True,
         shape=shape,
-        placement=all_home(worker, shape.num_layers, shape.num_kv_heads),
+        placement=all_at_owner(worker, shape.num_layers, shape.num_kv_heads),
         load=reported_load(**reported, **shares),
         device_share=0.25,
         hosted_part=min(1.0, hosted / busy) if busy else 0.0,
@@ -215,11 +215,11 @@ class Plant:
         if isinstance(decision, Outbound):
             smoothed = self.state.devices
             predicted = predict_outbound(decision, smoothed[home.worker], smoothed[host.worker])
-            placed = Placed(
+            placed = PlacedModule(
                 move_id=moving.move_id,
                 module=decision.module,
                 worker=host.worker,
-                has_weights_at_home=not decision.with_weights,
+                has_weights_at_owner=not decision.with_weights,
                 num_blocks=predicted.num_blocks,
             )
             placement = home.placement.with_module(placed)
@@ -229,7 +229,7 @@ class Plant:
             found = home.placement.get(decision.move_id)
             assert found is not None
             placed, placement = found, home.placement.without(decision.move_id)
-            sign, weights = -1, not found.has_weights_at_home
+            sign, weights = -1, not found.has_weights_at_owner
         num_bytes = int(placed.num_blocks * module_block_bytes(home, placed.module))
         num_bytes += len(placed.module.layers) * SHAPE.layer_memory_bytes if weights else 0
         self._put(replace(host, hosted_bytes=host.hosted_bytes + sign * num_bytes))

@@ -14,22 +14,22 @@ from memory_bus import MemoryBus
 from libs.bus.errors import BusError
 from libs.bus.message import Request
 from libs.bus.messages.migration import (
-    AbandonMove,
+    CancelMigration,
     ChangeRole,
     DenialReason,
-    MoveAccepted,
-    MoveDenied,
-    MoveRecord,
-    MoveTold,
-    PlacementTold,
+    MigrationAccepted,
+    MigrationDenied,
+    MigrationRecord,
+    MigrationUpdate,
+    PlacementUpdate,
     RoleAccepted,
-    StartMove,
+    StartMigration,
 )
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
 from libs.cost.load import WorkerLoad
+from libs.placement.migration import MigrationPhase, is_over
 from libs.placement.module import Module, heads_of
-from libs.placement.phases import MovePhase, is_over
-from libs.placement.placement import Placed, all_home
+from libs.placement.placement import PlacedModule, all_at_owner
 from libs.placement.role import Role
 from libs.runtime.identity import new_identity
 from services.migration_coordinator.service import CoordinatorService
@@ -53,12 +53,12 @@ class ToldWorker:
         self.kind = kind
         self.load: dict[str, Any] = {}
         self.facts = facts
-        self.placement = all_home(self.incarnation, SHAPE.num_layers, SHAPE.num_kv_heads)
-        self.moves: dict[str, MoveRecord] = {}
-        self.started: list[StartMove] = []
+        self.placement = all_at_owner(self.incarnation, SHAPE.num_layers, SHAPE.num_kv_heads)
+        self.moves: dict[str, MigrationRecord] = {}
+        self.started: list[StartMigration] = []
         self.abandoned: list[str] = []
         self.roles = list[Role]()
-        self.denial: MoveDenied | None = None
+        self.denial: MigrationDenied | None = None
         self.hangs = self.breaks = False
         self.forgets = False
         """Accepts moves and tells of none."""
@@ -66,8 +66,8 @@ class ToldWorker:
         self.task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        await self.bus.serve(StartMove, self._start, at=self.incarnation)
-        await self.bus.serve(AbandonMove, self._abandon, at=self.incarnation)
+        await self.bus.serve(StartMigration, self._start, at=self.incarnation)
+        await self.bus.serve(CancelMigration, self._abandon, at=self.incarnation)
         await self.bus.serve(ChangeRole, self._change_role, at=self.incarnation)
         self.task = asyncio.create_task(self._tell_for_ever())
 
@@ -114,9 +114,9 @@ class ToldWorker:
         report = LoadReport(kind=self.kind, incarnation=self.incarnation, sequence=self._sequence, load=load)
         await self.bus.publish(report)
         moves = () if self.forgets else tuple(self.moves.values())
-        await self.bus.publish(PlacementTold(placement=self.placement, moves=moves))
+        await self.bus.publish(PlacementUpdate(placement=self.placement, moves=moves))
 
-    async def _start(self, start: StartMove) -> MoveAccepted | MoveDenied:
+    async def _start(self, start: StartMigration) -> MigrationAccepted | MigrationDenied:
         self.started.append(start)
         if self.hangs:
             await asyncio.Event().wait()
@@ -125,11 +125,13 @@ class ToldWorker:
         if self.denial is not None:
             return self.denial
         if start.expected_epoch != self.placement.epoch:
-            return MoveDenied(reason=DenialReason.STALE_EPOCH, detail="stale", epoch=self.placement.epoch)
+            return MigrationDenied(
+                reason=DenialReason.STALE_EPOCH, detail="stale", epoch=self.placement.epoch
+            )
         returned = self.placement.get(start.returned_move_id)
         module = start.module or (returned.module if returned else None)
         assert module is not None
-        self.moves[start.move_id] = MoveRecord(
+        self.moves[start.move_id] = MigrationRecord(
             move_id=start.move_id,
             instance=self.incarnation,
             instance_name=self.name,
@@ -137,16 +139,16 @@ class ToldWorker:
             module=module,
             is_return=returned is not None,
             returned_move_id=start.returned_move_id,
-            phase=MovePhase.COPYING,
+            phase=MigrationPhase.COPYING,
             expected_epoch=start.expected_epoch,
             epoch=self.placement.epoch,
             reason=start.reason,
             started_unix_seconds=unix_now(),
         )
-        await self.bus.publish(MoveTold(move=self.moves[start.move_id]))
-        return MoveAccepted(move_id=start.move_id, epoch=self.placement.epoch)
+        await self.bus.publish(MigrationUpdate(record=self.moves[start.move_id]))
+        return MigrationAccepted(move_id=start.move_id, epoch=self.placement.epoch)
 
-    async def _abandon(self, abandon: AbandonMove) -> MoveAccepted | MoveDenied:
+    async def _abandon(self, abandon: CancelMigration) -> MigrationAccepted | MigrationDenied:
         self.abandoned.append(abandon.move_id)
         if self.hangs:
             await asyncio.Event().wait()
@@ -154,29 +156,31 @@ class ToldWorker:
             raise RuntimeError("broken")
         record = self.moves.get(abandon.move_id)
         if record is None or is_over(record.phase):
-            return MoveDenied(reason=DenialReason.NOT_FOUND, detail="no such move is under way")
-        await self.end(abandon.move_id, MovePhase.FAILED)
-        return MoveAccepted(move_id=abandon.move_id, epoch=self.placement.epoch)
+            return MigrationDenied(reason=DenialReason.NOT_FOUND, detail="no such move is under way")
+        await self.end(abandon.move_id, MigrationPhase.FAILED)
+        return MigrationAccepted(move_id=abandon.move_id, epoch=self.placement.epoch)
 
     async def _change_role(self, order: ChangeRole) -> RoleAccepted:
         self.roles.append(order.role)
         return RoleAccepted(role=order.role)
 
-    async def end(self, move_id: str, phase: MovePhase = MovePhase.DONE) -> None:
+    async def end(self, move_id: str, phase: MigrationPhase = MigrationPhase.DONE) -> None:
         """The move comes to its end."""
         record = self.moves[move_id]
-        if phase is MovePhase.DONE:
+        if phase is MigrationPhase.DONE:
             self.placement = (
                 self.placement.without(record.returned_move_id)
                 if record.is_return
                 else self.placement.with_module(
-                    Placed(move_id=move_id, module=record.module, worker=record.host, num_blocks=NUM_BLOCKS)
+                    PlacedModule(
+                        move_id=move_id, module=record.module, worker=record.host, num_blocks=NUM_BLOCKS
+                    )
                 )
             )
         self.moves[move_id] = msgspec.structs.replace(
             record, phase=phase, epoch=self.placement.epoch, ended_unix_seconds=unix_now()
         )
-        await self.bus.publish(MoveTold(move=self.moves[move_id]))
+        await self.bus.publish(MigrationUpdate(record=self.moves[move_id]))
         await self.tell()
 
 
@@ -233,7 +237,7 @@ class Scene:
 
     async def order_by_hand(self, owner: ToldWorker, host: ToldWorker) -> str:
         """As a gateway does; returns the id of the move."""
-        order = StartMove(
+        order = StartMigration(
             move_id=f"manual-{len(owner.started)}",
             module=ONE_HEAD,
             host=host.incarnation,
@@ -241,10 +245,10 @@ class Scene:
             deadline_seconds=60.0,
         )
         answer = await self.asker.request(order, to=owner.incarnation, timeout_seconds=10)
-        assert isinstance(answer, MoveAccepted)
+        assert isinstance(answer, MigrationAccepted)
         return answer.move_id
 
-    def move(self, move_id: str) -> MoveRecord | None:
+    def move(self, move_id: str) -> MigrationRecord | None:
         """As the leader knows it."""
         (leader,) = (one for one in self.coordinators if one.is_alive and one.leads)
         return leader.service._migrations.get(move_id)
@@ -272,6 +276,6 @@ async def coordinator_scene() -> AsyncGenerator[Scene]:
         await scene.close()
 
 
-def module_of(start: StartMove) -> Module:
+def module_of(start: StartMigration) -> Module:
     assert start.module is not None
     return start.module

@@ -9,7 +9,7 @@ from engine_moves import Mesh, Told, begin, check_baseline, core_of, drain, gene
 from libs.engine.errors import EngineError, NotYet
 from libs.engine.hosting.port import HostLost
 from libs.engine.outputs import LayerOutput
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 from libs.placement.placement import BadPlacement
 from libs.request.generation import Generation
 
@@ -20,7 +20,7 @@ MODULES = (
     heads_of(0, 4, (0,)),
     heads_of(0, 4, (1, 2)),
     heads_of(2, 3, (1,)),
-    lent_blocks(4),
+    remote_blocks(4),
 )
 NUM_KINDS = 4
 

@@ -17,7 +17,7 @@ from libs.engine.settings import EngineSettings
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
 from libs.placement.module import Module, ModuleKind
-from libs.placement.placement import Placed
+from libs.placement.placement import PlacedModule
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 
@@ -121,27 +121,29 @@ class Mesh:
         *,
         with_weights: bool = False,
         lent: int = 20,
-    ) -> Placed:
+    ) -> PlacedModule:
         """Opens the module at the host and says what is there."""
         host = self.hosts.setdefault(worker, core_of(self.home.model, worker, num_blocks=400))
-        placed = Placed(move_id=move_id, module=module, worker=worker, has_weights_at_home=not with_weights)
+        placed = PlacedModule(
+            move_id=move_id, module=module, worker=worker, has_weights_at_owner=not with_weights
+        )
         wanted = lent if module.kind is ModuleKind.TOKENS else self.home.migrator.layout.capacity_with(placed)
         model = self.home.model
         layers = {layer: model.layer(layer) for layer in module.layers} if with_weights else None
         granted = host.hosted.open(
             "home", move_id, module, num_blocks_wanted=wanted, num_blocks_least=1, layers=layers
         )
-        return Placed(
+        return PlacedModule(
             move_id=move_id,
             module=module,
             worker=worker,
-            has_weights_at_home=not with_weights,
+            has_weights_at_owner=not with_weights,
             num_blocks=granted,
         )
 
     def begin(self, module: Module, move_id: str, worker: str = "host", **how: object) -> int:
         placed = self.place(module, move_id, worker, **how)  # type: ignore[arg-type]  # as `place` names them
-        after = None if placed.has_weights_at_home else self.home.model.without_layers(module.layers)
+        after = None if placed.has_weights_at_owner else self.home.model.without_layers(module.layers)
         return self.home.migrator.begin(placed, self.host(worker), after)
 
     def host(self, worker: str) -> Host:
@@ -149,14 +151,14 @@ class Mesh:
         host = synchronous_host(worker, "home", self.hosts[worker].hosted)
         return _Fused(host, self.fuses)
 
-    def named(self, module: Module, move_id: str, worker: str) -> Placed:
+    def named(self, module: Module, move_id: str, worker: str) -> PlacedModule:
         """Not opened anywhere."""
-        return Placed(move_id=move_id, module=module, worker=worker)
+        return PlacedModule(move_id=move_id, module=module, worker=worker)
 
     def begin_return(self, move_id: str) -> int:
         placed = self.home.placement.get(move_id)
         after = None
-        if placed is not None and not placed.has_weights_at_home:
+        if placed is not None and not placed.has_weights_at_owner:
             layers = self.home.model.reload_layers(placed.module.layers)
             after = self.home.model.with_layers(layers)
         return self.home.migrator.begin_return(move_id, after)

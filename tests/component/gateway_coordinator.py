@@ -10,20 +10,20 @@ import msgspec
 from libs.balancing.view import CandidateReport, DeviceSnapshot, RoundReport
 from libs.bus.bus import Bus
 from libs.bus.messages.migration import (
-    AbandonMove,
+    CancelMigration,
     ExplainRounds,
-    MoveAccepted,
-    MoveDenied,
-    MoveRecord,
-    MoveTold,
-    PlacementTold,
+    MigrationAccepted,
+    MigrationDenied,
+    MigrationRecord,
+    MigrationUpdate,
+    PlacementUpdate,
     Rounds,
-    StartMove,
+    StartMigration,
 )
 from libs.bus.subscriptions import Subscription
+from libs.placement.migration import MigrationPhase
 from libs.placement.module import Module, heads_of, whole_layers
-from libs.placement.phases import MovePhase
-from libs.placement.placement import Hosted, Placed, Placement, all_home
+from libs.placement.placement import HostedModuleStatus, PlacedModule, Placement, all_at_owner
 
 NUM_LAYERS, NUM_HEADS = 30, 3
 DECODE, PREFILL = "decode-0-i", "prefill-0-i"
@@ -58,36 +58,36 @@ class Owners:
     """Workers as far as they take orders to move modules: what they answer, and tell of what they begin."""
 
     bus: Bus
-    answer: MoveDenied | None = None
-    begins: MoveRecord | None = None
+    answer: MigrationDenied | None = None
+    begins: MigrationRecord | None = None
     """What is told of each move that begins, with its id."""
-    asked: list[StartMove | AbandonMove] = field(default_factory=list)
+    asked: list[StartMigration | CancelMigration] = field(default_factory=list)
     hangs: bool = False
     breaks: bool = False
     served: list[Subscription] = field(default_factory=list)
 
     async def open(self) -> None:
         for worker in (DECODE, PREFILL):
-            self.served.append(await self.bus.serve(StartMove, self._start, at=worker))
-            self.served.append(await self.bus.serve(AbandonMove, self._abandon, at=worker))
+            self.served.append(await self.bus.serve(StartMigration, self._start, at=worker))
+            self.served.append(await self.bus.serve(CancelMigration, self._abandon, at=worker))
 
     async def leave(self) -> None:
         for served in self.served:
             await served.close()
 
-    async def tell(self, *records: MoveRecord) -> None:
+    async def tell(self, *records: MigrationRecord) -> None:
         for one in records:
-            await self.bus.publish(MoveTold(move=one))
+            await self.bus.publish(MigrationUpdate(record=one))
 
-    async def _start(self, order: StartMove) -> MoveAccepted | MoveDenied:
+    async def _start(self, order: StartMigration) -> MigrationAccepted | MigrationDenied:
         return await self._follow(order, self.begins)
 
-    async def _abandon(self, order: AbandonMove) -> MoveAccepted | MoveDenied:
+    async def _abandon(self, order: CancelMigration) -> MigrationAccepted | MigrationDenied:
         return await self._follow(order, None)
 
     async def _follow(
-        self, order: StartMove | AbandonMove, begins: MoveRecord | None
-    ) -> MoveAccepted | MoveDenied:
+        self, order: StartMigration | CancelMigration, begins: MigrationRecord | None
+    ) -> MigrationAccepted | MigrationDenied:
         self.asked.append(order)
         if self.hangs:
             await asyncio.Event().wait()
@@ -95,10 +95,10 @@ class Owners:
             raise RuntimeError("broken")
         if self.answer is None and begins is not None:
             await self.tell(msgspec.structs.replace(begins, move_id=order.move_id))
-        return self.answer or MoveAccepted(move_id=order.move_id, epoch=0)
+        return self.answer or MigrationAccepted(move_id=order.move_id, epoch=0)
 
 
-def order(**facts: Any) -> StartMove:
+def order(**facts: Any) -> StartMigration:
     """As a gateway gives it, but for its id."""
     known: dict[str, Any] = {
         "host": PREFILL,
@@ -106,30 +106,32 @@ def order(**facts: Any) -> StartMove:
         "deadline_seconds": 60.0,
         "reason": "manual",
     }
-    return StartMove(move_id="", **{**known, **facts})
+    return StartMigration(move_id="", **{**known, **facts})
 
 
-def without_ids(asked: Iterable[StartMove | AbandonMove]) -> list[StartMove | AbandonMove]:
+def without_ids(asked: Iterable[StartMigration | CancelMigration]) -> list[StartMigration | CancelMigration]:
     return [msgspec.structs.replace(one, move_id="") for one in asked]
 
 
-def placed(module: Module, worker: str = PREFILL, move_id: str = "m1", **facts: Any) -> Placed:
-    return Placed(move_id=move_id, module=module, worker=worker, **facts)
+def placed(module: Module, worker: str = PREFILL, move_id: str = "m1", **facts: Any) -> PlacedModule:
+    return PlacedModule(move_id=move_id, module=module, worker=worker, **facts)
 
 
 def at_home(home: str = DECODE) -> Placement:
-    return all_home(home, NUM_LAYERS, NUM_HEADS)
+    return all_at_owner(home, NUM_LAYERS, NUM_HEADS)
 
 
-def told(placement: Placement, **facts: Any) -> PlacementTold:
-    return PlacementTold(placement=placement, **facts)
+def told(placement: Placement, **facts: Any) -> PlacementUpdate:
+    return PlacementUpdate(placement=placement, **facts)
 
 
-def hosted(module: Module, home: str = DECODE, move_id: str = "m1") -> Hosted:
-    return Hosted(move_id=move_id, home=home, module=module, num_blocks=100, num_bytes=64 << 20)
+def hosted(module: Module, home: str = DECODE, move_id: str = "m1") -> HostedModuleStatus:
+    return HostedModuleStatus(move_id=move_id, owner=home, module=module, num_blocks=100, num_bytes=64 << 20)
 
 
-def record(phase: MovePhase = MovePhase.COPYING, move_id: str = "m1", **facts: Any) -> MoveRecord:
+def record(
+    phase: MigrationPhase = MigrationPhase.COPYING, move_id: str = "m1", **facts: Any
+) -> MigrationRecord:
     known: dict[str, Any] = {
         "instance": DECODE,
         "host": PREFILL,
@@ -138,10 +140,10 @@ def record(phase: MovePhase = MovePhase.COPYING, move_id: str = "m1", **facts: A
         "epoch": 0,
         "started_unix_seconds": 1000.0,
     }
-    return MoveRecord(move_id=move_id, phase=phase, **{**known, **facts})
+    return MigrationRecord(move_id=move_id, phase=phase, **{**known, **facts})
 
 
-def done(**facts: Any) -> MoveRecord:
+def done(**facts: Any) -> MigrationRecord:
     figures: dict[str, Any] = {
         "epoch": 1,
         "with_weights": True,
@@ -154,7 +156,7 @@ def done(**facts: Any) -> MoveRecord:
         "num_blocks_before": 800,
         "num_blocks_after": 1200,
     }
-    return record(MovePhase.DONE, **{**figures, **facts})
+    return record(MigrationPhase.DONE, **{**figures, **facts})
 
 
 def seen(number: int = 1, **facts: Any) -> RoundReport:
@@ -196,4 +198,4 @@ def candidate(verdict: str = "taken", **facts: Any) -> CandidateReport:
 
 
 HEADS_AWAY = at_home().with_module(placed(heads_of(0, NUM_LAYERS, (2,)), move_id="h1"))
-LAYERS_AWAY = at_home().with_module(placed(whole_layers(20, 30), has_weights_at_home=False, num_blocks=500))
+LAYERS_AWAY = at_home().with_module(placed(whole_layers(20, 30), has_weights_at_owner=False, num_blocks=500))

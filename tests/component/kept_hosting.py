@@ -10,7 +10,7 @@ from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.port import Answer
 from libs.model.layer import Layer
 from libs.placement.module import Module, whole_layers
-from libs.placement.placement import Hosted
+from libs.placement.placement import HostedModuleStatus
 
 Answerer = Callable[[HostedCall, Answer], None]
 
@@ -62,8 +62,10 @@ class Kept:
     async def close_owner(self, guest: str) -> None:
         self.modules = {key: layers for key, layers in self.modules.items() if key[0] != guest}
 
-    def hosted(self) -> tuple[Hosted, ...]:
+    def hosted(self) -> tuple[HostedModuleStatus, ...]:
         return tuple(
-            Hosted(move_id=move_id, home=guest, module=whole_layers(0, 1), num_blocks=1, num_bytes=1)
+            HostedModuleStatus(
+                move_id=move_id, owner=guest, module=whole_layers(0, 1), num_blocks=1, num_bytes=1
+            )
             for guest, move_id in self.modules
         )

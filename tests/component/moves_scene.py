@@ -12,17 +12,17 @@ from workers_mesh import Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 from workers_reference import Reference
 
 from libs.bus.messages.migration import (
-    AbandonMove,
-    MoveAccepted,
-    MoveDenied,
-    MoveRecord,
-    MoveTold,
-    PlacementTold,
-    StartMove,
+    CancelMigration,
+    MigrationAccepted,
+    MigrationDenied,
+    MigrationRecord,
+    MigrationUpdate,
+    PlacementUpdate,
+    StartMigration,
 )
+from libs.placement.migration import MigrationPhase, is_over
 from libs.placement.module import Module
-from libs.placement.phases import MovePhase, is_over
-from libs.placement.placement import Placement, all_home
+from libs.placement.placement import Placement, all_at_owner
 
 SECONDS = 20.0
 HOST_BLOCKS = 600
@@ -35,14 +35,14 @@ class MovesScene:
     def __init__(self, mesh: WorkersMesh, gateway: Gateway, home: Hosted, host: Hosted) -> None:
         self.mesh, self.gateway, self.home, self.host = mesh, gateway, home, host
         self.bus = MemoryBus(mesh.broker)
-        self.told: dict[str, list[MoveRecord]] = defaultdict(list)
-        self.placements: dict[str, PlacementTold] = {}
+        self.told: dict[str, list[MigrationRecord]] = defaultdict(list)
+        self.placements: dict[str, PlacementUpdate] = {}
         self._heard = asyncio.Event()
         self._num_moves = 0
 
     async def open(self) -> None:
-        await self.bus.subscribe(MoveTold, self._hear_move)
-        await self.bus.subscribe(PlacementTold, self._hear_placement)
+        await self.bus.subscribe(MigrationUpdate, self._hear_move)
+        await self.bus.subscribe(PlacementUpdate, self._hear_placement)
 
     @property
     def placement(self) -> Placement:
@@ -51,9 +51,9 @@ class MovesScene:
     def told_placement(self, worker: Hosted) -> Placement:
         """As everybody was told of it last."""
         told = self.placements.get(worker.incarnation)
-        return told.placement if told is not None else all_home("", 1, 1)
+        return told.placement if told is not None else all_at_owner("", 1, 1)
 
-    async def start(self, module: Module | None = None, **facts: Any) -> MoveAccepted | MoveDenied:
+    async def start(self, module: Module | None = None, **facts: Any) -> MigrationAccepted | MigrationDenied:
         self._num_moves += 1
         plain: dict[str, Any] = {
             "move_id": f"move-{self._num_moves}",
@@ -62,41 +62,41 @@ class MovesScene:
             "expected_epoch": self.placement.epoch,
             "deadline_seconds": SECONDS,
         }
-        order = StartMove(**{**plain, **facts})
+        order = StartMigration(**{**plain, **facts})
         return await self.bus.request(order, to=self.home.incarnation, timeout_seconds=5)
 
-    async def move(self, module: Module | None = None, **facts: Any) -> MoveRecord:
+    async def move(self, module: Module | None = None, **facts: Any) -> MigrationRecord:
         """Start one and see it to its end."""
         answer = await self.start(module, **facts)
-        assert isinstance(answer, MoveAccepted), answer
+        assert isinstance(answer, MigrationAccepted), answer
         return await self.end(answer.move_id)
 
-    async def away(self, module: Module, **facts: Any) -> MoveRecord:
+    async def away(self, module: Module, **facts: Any) -> MigrationRecord:
         record = await self.move(module, **facts)
-        assert record.phase is MovePhase.DONE, record
+        assert record.phase is MigrationPhase.DONE, record
         return record
 
-    async def back(self, returned_move_id: str, **facts: Any) -> MoveRecord:
+    async def back(self, returned_move_id: str, **facts: Any) -> MigrationRecord:
         record = await self.move(returned_move_id=returned_move_id, **facts)
-        assert record.phase is MovePhase.DONE, record
+        assert record.phase is MigrationPhase.DONE, record
         return record
 
     async def bring_home(self) -> None:
         """Whatever is away and not lost."""
         for placed in self.placement.placed:
             answer = await self.start(returned_move_id=placed.move_id)
-            if isinstance(answer, MoveAccepted):
+            if isinstance(answer, MigrationAccepted):
                 await self.end(answer.move_id)
 
-    async def abandon(self, move_id: str) -> MoveAccepted | MoveDenied:
+    async def abandon(self, move_id: str) -> MigrationAccepted | MigrationDenied:
         return await self.bus.request(
-            AbandonMove(move_id=move_id), to=self.home.incarnation, timeout_seconds=5
+            CancelMigration(move_id=move_id), to=self.home.incarnation, timeout_seconds=5
         )
 
-    async def end(self, move_id: str) -> MoveRecord:
-        return await self.until(move_id, *(phase for phase in MovePhase if is_over(phase)))
+    async def end(self, move_id: str) -> MigrationRecord:
+        return await self.until(move_id, *(phase for phase in MigrationPhase if is_over(phase)))
 
-    async def until(self, move_id: str, *phases: MovePhase) -> MoveRecord:
+    async def until(self, move_id: str, *phases: MigrationPhase) -> MigrationRecord:
         async with asyncio.timeout(SECONDS):
             while True:
                 found = [one for one in self.told[move_id] if one.phase in phases]
@@ -139,12 +139,12 @@ class MovesScene:
             )
         )
 
-    def _hear_move(self, told: MoveTold) -> None:
-        self.told[told.move.move_id].append(told.move)
+    def _hear_move(self, told: MigrationUpdate) -> None:
+        self.told[told.record.move_id].append(told.record)
         self._heard.set()
 
-    def _hear_placement(self, told: PlacementTold) -> None:
-        self.placements[told.placement.home] = told
+    def _hear_placement(self, told: PlacementUpdate) -> None:
+        self.placements[told.placement.owner] = told
         self._heard.set()
 
 

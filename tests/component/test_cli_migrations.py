@@ -32,10 +32,10 @@ from gateway_coordinator import (
 from gateway_mesh import Mesh
 from gateway_moves import ADMIN_KEY
 
-from libs.bus.messages.migration import AbandonMove, DenialReason, MoveDenied
+from libs.bus.messages.migration import CancelMigration, DenialReason, MigrationDenied
 from libs.cost.load import WorkerLoad
-from libs.placement.module import heads_of, lent_blocks, whole_layers
-from libs.placement.phases import MovePhase
+from libs.placement.migration import MigrationPhase
+from libs.placement.module import heads_of, remote_blocks, whole_layers
 from services.cli.__main__ import main
 
 Said = tuple[int, str, str]
@@ -71,7 +71,7 @@ async def tell(mesh: Mesh, message: Any) -> None:
         while True:
             instances = (await http.get("/v1/mesh/placement")).json()["instances"]
             if any(
-                i["incarnation"] == message.placement.home and i["epoch"] == message.placement.epoch
+                i["incarnation"] == message.placement.owner and i["epoch"] == message.placement.epoch
                 for i in instances
             ):
                 return
@@ -101,8 +101,8 @@ ASKED: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("--layers", "20:30", "--kind", "offload"), {"module": whole_layers(20, 30)}),
     (("--heads", "1,2"), {"module": heads_of(0, NUM_LAYERS, (1, 2))}),
     (("--heads", "0", "--layers", "3:5"), {"module": heads_of(3, 5, (0,))}),
-    (("--tokens",), {"module": lent_blocks(NUM_LAYERS)}),
-    (("--tokens", "--blocks", "9"), {"module": lent_blocks(NUM_LAYERS), "num_blocks": 9}),
+    (("--tokens",), {"module": remote_blocks(NUM_LAYERS)}),
+    (("--tokens", "--blocks", "9"), {"module": remote_blocks(NUM_LAYERS), "num_blocks": 9}),
     (("--layers", "0:1", "--expected-epoch", "0"), {"module": whole_layers(0, 1), "with_weights": True,
                                                     "expected_epoch": 0}),
 ]  # fmt: skip
@@ -142,7 +142,7 @@ async def test_a_move_that_is_waited_for_is_told_phase_by_phase(
 
 
 async def test_a_move_that_fails_says_why_in_one_line(owners: Owners, kvmesh: Callable[..., Any]) -> None:
-    owners.begins = record(MovePhase.FAILED, error="prefill-0 has no room")
+    owners.begins = record(MigrationPhase.FAILED, error="prefill-0 has no room")
     code, out, err = await kvmesh("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
     assert code == 1
     assert err == f"kvmesh: move {owners.asked[0].move_id} failed: prefill-0 has no room\n"
@@ -213,7 +213,9 @@ async def test_a_move_whose_reader_has_gone_goes_on_and_it_is_said_how_to_cancel
 
 
 async def test_a_refusal_is_one_line(owners: Owners, kvmesh: Callable[..., Any]) -> None:
-    owners.answer = MoveDenied(reason=DenialReason.STALE_EPOCH, detail="the placement has epoch 4", epoch=4)
+    owners.answer = MigrationDenied(
+        reason=DenialReason.STALE_EPOCH, detail="the placement has epoch 4", epoch=4
+    )
     code, out, err = await kvmesh("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30")
     assert (code, out, err) == (1, "", "kvmesh: the placement has epoch 4 (HTTP 409)\n")
 
@@ -234,7 +236,7 @@ async def test_moves_are_listed_and_one_cancelled(
         record(
             move_id="m2", num_total_bytes=80 << 20, num_weight_bytes=20 << 20, started_unix_seconds=1003.0
         ),
-        record(MovePhase.FAILED, move_id="m0", started_unix_seconds=1002.0, **failed),
+        record(MigrationPhase.FAILED, move_id="m0", started_unix_seconds=1002.0, **failed),
         done(),
     )
     await tell(mesh, told(HEADS_AWAY, moves=moves))
@@ -252,7 +254,7 @@ async def test_moves_are_listed_and_one_cancelled(
     _, out, _ = await kvmesh("migrate", "--list", "--output", "json")
     assert len(json.loads(out)["data"]) == 3
     code, out, _ = await kvmesh("migrate", "--cancel", "m2")
-    assert (code, owners.asked) == (0, [AbandonMove(move_id="m2")])
+    assert (code, owners.asked) == (0, [CancelMigration(move_id="m2")])
     assert out == "move m2 is rolled back\n"
 
 

@@ -8,7 +8,7 @@ from coordinator_scene import Scene, coordinator_scene
 
 from libs.bus.errors import NoResponders
 from libs.bus.messages.migration import ExplainRounds
-from libs.placement.phases import MovePhase
+from libs.placement.migration import MigrationPhase
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -58,13 +58,13 @@ def test_a_move_goes_on_without_its_coordinator_and_the_next_one_adopts_it(run_v
             await scene.until(lambda: second.leads)
             adopted = scene.move(move_id)
             assert adopted is not None
-            assert adopted.phase is MovePhase.COPYING
+            assert adopted.phase is MigrationPhase.COPYING
             assert second.gauge("kvmesh_coordinator_num_moves") == 1
             await home.end(move_id)
             await scene.until(lambda: second.gauge("kvmesh_coordinator_num_moves") == 0)
             ended = scene.move(move_id)
             assert ended is not None
-            assert ended.phase is MovePhase.DONE
+            assert ended.phase is MigrationPhase.DONE
 
     run_virtually(scenario())
 
@@ -80,7 +80,7 @@ def test_one_that_starts_later_learns_of_moves_from_what_the_workers_tell(run_vi
             await asyncio.sleep(1)
             known = scene.move(move_id)
             assert known is not None
-            assert known.phase is MovePhase.COPYING
+            assert known.phase is MigrationPhase.COPYING
 
     run_virtually(scenario())
 
@@ -132,7 +132,7 @@ def test_a_coordinator_that_drains_alone_leaves_nobody_to_ask(run_virtually: Run
                 pass
             else:
                 raise AssertionError("somebody answered")
-            assert scene.workers["decode-0"].moves[move_id].phase is MovePhase.COPYING
+            assert scene.workers["decode-0"].moves[move_id].phase is MigrationPhase.COPYING
             assert not scene.workers["decode-0"].abandoned
 
     run_virtually(scenario())

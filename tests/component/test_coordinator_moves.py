@@ -6,9 +6,9 @@ from typing import Any
 
 from coordinator_scene import coordinator_scene, module_of
 
-from libs.bus.messages.migration import DenialReason, ExplainRounds, MoveDenied
+from libs.bus.messages.migration import DenialReason, ExplainRounds, MigrationDenied
 from libs.bus.messages.presence import ServiceKind
-from libs.placement.phases import MovePhase
+from libs.placement.migration import MigrationPhase
 from libs.placement.role import Role
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -24,11 +24,11 @@ def test_an_order_without_an_answer_ends_when_the_owner_does_not_tell_of_it(run_
             move_id = busy.started[0].move_id
             planned = scene.move(move_id)
             assert planned is not None
-            assert (planned.phase, planned.instance_name) == (MovePhase.PLANNED, "decode-0")
+            assert (planned.phase, planned.instance_name) == (MigrationPhase.PLANNED, "decode-0")
             await scene.until(lambda: coordinator.gauge("kvmesh_coordinator_num_moves") == 0, 10)
             lost = scene.move(move_id)
             assert lost is not None
-            assert lost.phase is MovePhase.FAILED
+            assert lost.phase is MigrationPhase.FAILED
             assert "does not know it" in lost.error
 
     run_virtually(scenario())
@@ -59,7 +59,7 @@ def test_the_loop_waits_for_moves_by_hand(run_virtually: Run) -> None:
             assert len(owner.started) == 1
             explained = await scene.ask(ExplainRounds(num_rounds=1))
             assert explained.rounds[0].decision == "stays: 1 of 1 moves are under way"
-            await owner.end(move_id, MovePhase.FAILED)
+            await owner.end(move_id, MigrationPhase.FAILED)
             await scene.until(lambda: len(owner.started) == 2, 20)
 
     run_virtually(scenario())
@@ -109,7 +109,7 @@ def test_a_denied_move_of_the_loop_is_counted_and_not_asked_for_again_at_once(ru
     async def scenario() -> None:
         async with coordinator_scene() as scene:
             busy, _, coordinator = await scene.pair(automatic=True)
-            busy.denial = MoveDenied(reason=DenialReason.BUSY, detail="another move", epoch=0)
+            busy.denial = MigrationDenied(reason=DenialReason.BUSY, detail="another move", epoch=0)
             busy.load = {"busy_share": 0.25, "queued_seconds": 4.0}
             await scene.until(lambda: bool(busy.started), 20)
             await asyncio.sleep(25)
@@ -117,7 +117,7 @@ def test_a_denied_move_of_the_loop_is_counted_and_not_asked_for_again_at_once(ru
             assert coordinator.gauge("kvmesh_migration_decisions_total", verdict="denied") == 1
             busy.denial = None
             await scene.until(lambda: len(busy.started) == 2, 20)
-            await busy.end(busy.started[1].move_id, MovePhase.FAILED)
+            await busy.end(busy.started[1].move_id, MigrationPhase.FAILED)
             await asyncio.sleep(25)
             assert len(busy.started) == 2, "nor after one that failed"
 

@@ -17,7 +17,7 @@ from libs.engine import thread
 from libs.engine.engine import Engine, EngineSettings
 from libs.engine.hosting.port import Host
 from libs.placement.module import heads_of
-from libs.placement.placement import Placed
+from libs.placement.placement import PlacedModule
 
 PIECE_BYTES = 4 * 2 * SIZE * 16 * 4 * 4
 """Four blocks of one head."""
@@ -65,12 +65,12 @@ class Scene:
 
     async def begin(self) -> int:
         module = heads_of(0, 4, (1,))
-        placed = Placed(move_id="m", module=module, worker="host")
+        placed = PlacedModule(move_id="m", module=module, worker="host")
         wanted = await self.engine.migrations.capacity_with(placed)
         granted = self.host_core.hosted.open(
             "home", "m", module, num_blocks_wanted=wanted, num_blocks_least=1, layers=None
         )
-        placed = Placed(move_id="m", module=module, worker="host", num_blocks=granted)
+        placed = PlacedModule(move_id="m", module=module, worker="host", num_blocks=granted)
         return await self.engine.migrations.begin_move(placed, self.host)
 
     async def run(self, name: str, kind: int, *, num_tokens: int = 159, max_tokens: int = 1) -> None:

@@ -19,8 +19,8 @@ from libs.engine.hosting.calls import HostedCall
 from libs.engine.hosting.port import Answer, Host
 from libs.engine.outputs import Switched
 from libs.model.model import Model
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
-from libs.placement.placement import Placed
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
+from libs.placement.placement import PlacedModule
 from libs.request.generation import Generation
 from libs.request.outcome import FailureReason
 from libs.transport.choose import TransportKind
@@ -59,11 +59,11 @@ class Pair:
     ) -> None:
         """Weights travel where there is a `model_after`."""
         engine, host = self.engines[home], self.engines[worker]
-        has_weights_at_home = model_after is None
-        placed = Placed(
-            move_id=move_id, module=module, worker=worker, has_weights_at_home=has_weights_at_home
+        has_weights_at_owner = model_after is None
+        placed = PlacedModule(
+            move_id=move_id, module=module, worker=worker, has_weights_at_owner=has_weights_at_owner
         )
-        wanted = await engine.migrations.capacity_with(placed) if module != lent_blocks(4) else lent
+        wanted = await engine.migrations.capacity_with(placed) if module != remote_blocks(4) else lent
         granted = await host.hosting.open(
             home, move_id, module, num_blocks_wanted=wanted, num_blocks_least=lent
         )
@@ -134,7 +134,7 @@ def unmoved(shape: str, name: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("kind", [None, "shm", "ucx"], ids=["in memory", "shm", "ucx"])
-@pytest.mark.parametrize("module", [whole_layers(1, 3), heads_of(0, 4, (2,)), lent_blocks(4)], ids=repr)
+@pytest.mark.parametrize("module", [whole_layers(1, 3), heads_of(0, 4, (2,)), remote_blocks(4)], ids=repr)
 async def test_two_engines_host_for_each_other_while_both_decode(
     module: Module, kind: TransportKind | None
 ) -> None:
@@ -179,7 +179,7 @@ async def test_a_cancelled_move_leaves_everything_as_it_was_and_another_may_begi
     async with opened() as pair:
         await pair.run("a", generation(prompt_of(30), "x", max_tokens=100))
         await pair.begin("a", "b", whole_layers(0, 2), "m")
-        other = Placed(move_id="n", module=whole_layers(2, 3), worker="b", num_blocks=400)
+        other = PlacedModule(move_id="n", module=whole_layers(2, 3), worker="b", num_blocks=400)
         with pytest.raises(MoveRefused, match="one at a time"):
             await pair.engines["a"].migrations.begin_move(
                 other, MemoryHost("b", "a", pair.engines["b"].hosting.call, pair.engines["a"].wake)
@@ -217,7 +217,7 @@ async def test_a_host_that_never_answers_is_lost_after_a_while() -> None:
             if not is_deaf:
                 host.hosting.call(guest, call, answer)
 
-        placed = Placed(move_id="m", module=heads_of(0, 4, (1,)), worker="b")
+        placed = PlacedModule(move_id="m", module=heads_of(0, 4, (1,)), worker="b")
         granted = await host.hosting.open(
             "a",
             "m",
@@ -225,7 +225,7 @@ async def test_a_host_that_never_answers_is_lost_after_a_while() -> None:
             num_blocks_wanted=await engine.migrations.capacity_with(placed),
             num_blocks_least=32,
         )
-        placed = Placed(move_id="m", module=placed.module, worker="b", num_blocks=granted)
+        placed = PlacedModule(move_id="m", module=placed.module, worker="b", num_blocks=granted)
         await engine.migrations.begin_move(placed, MemoryHost("b", "a", ask, engine.wake))
         await engine.migrations.switch("m")
         for one in asked("a"):

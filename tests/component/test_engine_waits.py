@@ -12,7 +12,7 @@ from libs.engine.engine import Engine, EngineSettings
 from libs.engine.hosting.calls import ANSWERED, HostedCall, ReadBlocks, Settle
 from libs.engine.hosting.port import Answer
 from libs.placement.module import heads_of
-from libs.placement.placement import Placed
+from libs.placement.placement import PlacedModule
 
 MODULE = heads_of(0, 4, (1,))
 
@@ -58,7 +58,7 @@ class Pair:
         granted = await self.other.hosting.open(
             "home", "m", MODULE, num_blocks_wanted=300, num_blocks_least=40
         )
-        placed = Placed(move_id="m", module=MODULE, worker="other", num_blocks=granted)
+        placed = PlacedModule(move_id="m", module=MODULE, worker="other", num_blocks=granted)
         inner = MemoryHost("other", "home", self.other.hosting.call, self.home.wake)
         host = Stalling(inner, self.home.wake)
         await self.home.migrations.begin_move(placed, host)

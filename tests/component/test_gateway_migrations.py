@@ -26,16 +26,16 @@ from gateway_mesh import Mesh
 from gateway_moves import ADMIN_KEY, LAYERS, MIGRATIONS, ask, error_of, start, tell_placement
 
 from libs.bus.messages.migration import (
-    AbandonMove,
+    CancelMigration,
     DenialReason,
     ExplainRounds,
-    MoveDenied,
-    MoveTold,
+    MigrationDenied,
+    MigrationUpdate,
 )
 from libs.config.errors import BadSetting
 from libs.cost.load import WorkerLoad
-from libs.placement.module import heads_of, lent_blocks, whole_layers
-from libs.placement.phases import MovePhase
+from libs.placement.migration import MigrationPhase
+from libs.placement.module import heads_of, remote_blocks, whole_layers
 from services.gateway.settings import GatewaySettings
 
 API_KEY = "sk-one"
@@ -69,8 +69,8 @@ MODULES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"layers": [0, 2], "num_blocks": 9},
         {"module": whole_layers(0, 2), "with_weights": True, "num_blocks": 9},
     ),
-    ({"tokens": True}, {"module": lent_blocks(NUM_LAYERS)}),
-    ({"tokens": True, "num_blocks": 7}, {"module": lent_blocks(NUM_LAYERS), "num_blocks": 7}),
+    ({"tokens": True}, {"module": remote_blocks(NUM_LAYERS)}),
+    ({"tokens": True, "num_blocks": 7}, {"module": remote_blocks(NUM_LAYERS), "num_blocks": 7}),
     ({"return_of": "h1", "host": None}, {"returned_move_id": "h1", "host": ""}),
     ({"return_of": "h1", "host": None, "instance": None}, {"returned_move_id": "h1", "host": ""}),
 ]
@@ -144,7 +144,7 @@ async def test_without_a_coordinator_moves_are_made_and_only_its_loop_is_not_exp
 
 
 async def test_the_moves_heard_of_are_told_newest_first(mesh: Mesh) -> None:
-    await mesh.bus.publish(MoveTold(move=record(move_id="m7")))
+    await mesh.bus.publish(MigrationUpdate(record=record(move_id="m7")))
     back = done(move_id="m8", started_unix_seconds=2000.0, is_return=True)
     away = done(move_id="m6", started_unix_seconds=500.0)
     await tell_placement(mesh, told(at_home(), moves=(away, back)))
@@ -162,8 +162,10 @@ async def test_the_moves_heard_of_are_told_newest_first(mesh: Mesh) -> None:
 
 async def test_a_move_whose_owner_left_stays_in_the_list(mesh: Mesh) -> None:
     facts = {"started_unix_seconds": 2000.0, "ended_unix_seconds": 2001.0}
-    lost = record(MovePhase.FAILED, move_id="m2", error="its home left the mesh", instance="gone", **facts)
-    await mesh.bus.publish(MoveTold(move=lost))
+    lost = record(
+        MigrationPhase.FAILED, move_id="m2", error="its home left the mesh", instance="gone", **facts
+    )
+    await mesh.bus.publish(MigrationUpdate(record=lost))
     await tell_placement(mesh, told(at_home(), moves=(record(move_id="m1"),)))
     listed = (await ask(mesh, "GET", MIGRATIONS)).json()["data"]
     assert [(m["id"], m["phase"]) for m in listed] == [("m2", "failed"), ("m1", "copying")]
@@ -173,9 +175,9 @@ async def test_a_move_is_cancelled_unless_it_is_unknown_or_has_switched(mesh: Me
     await tell_placement(mesh, told(at_home(), moves=(record(),)))
     answer = await ask(mesh, "DELETE", MIGRATIONS + "/m1")
     assert (answer.status_code, answer.json()) == (202, {"id": "m1", "epoch": 0})
-    assert owners.asked == [AbandonMove(move_id="m1")]
+    assert owners.asked == [CancelMigration(move_id="m1")]
     assert (await ask(mesh, "DELETE", MIGRATIONS + "/m9")).status_code == 404
-    owners.answer = MoveDenied(reason=DenialReason.INVALID, detail="it has switched", epoch=3)
+    owners.answer = MigrationDenied(reason=DenialReason.INVALID, detail="it has switched", epoch=3)
     late = await ask(mesh, "DELETE", MIGRATIONS + "/m1")
     assert (late.status_code, error_of(late)["epoch"]) == (409, 3)
 
@@ -220,7 +222,7 @@ async def test_the_placement_names_workers_layers_heads_and_capacity(mesh: Mesh)
 
 
 async def test_a_worker_that_left_is_in_no_placement_and_its_move_has_failed(mesh: Mesh) -> None:
-    await mesh.bus.publish(MoveTold(move=record()))
+    await mesh.bus.publish(MigrationUpdate(record=record()))
     await tell_placement(mesh, told(HEADS_AWAY))
     await mesh.decodes[0].die()
     async with mesh.http() as http:
@@ -231,8 +233,8 @@ async def test_a_worker_that_left_is_in_no_placement_and_its_move_has_failed(mes
 
 
 async def test_a_move_of_a_home_that_is_not_here_is_never_seen_under_way(mesh: Mesh) -> None:
-    await mesh.bus.publish(MoveTold(move=record(move_id="m1", instance="gone")))
-    await mesh.bus.publish(MoveTold(move=done(move_id="m2", instance="gone")))
+    await mesh.bus.publish(MigrationUpdate(record=record(move_id="m1", instance="gone")))
+    await mesh.bus.publish(MigrationUpdate(record=done(move_id="m2", instance="gone")))
     await tell_placement(mesh, told(at_home()))
     async with mesh.http() as http:
         moves = (await http.get("/v1/mesh")).json()["migrations"]
@@ -259,7 +261,7 @@ async def test_the_snapshot_holds_placement_moves_and_the_last_round(
     mesh: Mesh, coordinator: Coordinator
 ) -> None:
     coordinator.rounds = [seen(4)]
-    await tell_placement(mesh, told(HEADS_AWAY, moves=(record(MovePhase.DONE, move_id="h1"),)))
+    await tell_placement(mesh, told(HEADS_AWAY, moves=(record(MigrationPhase.DONE, move_id="h1"),)))
     async with mesh.http() as http:
         while (status := (await http.get("/v1/mesh")).json())["loop"] is None:
             pass

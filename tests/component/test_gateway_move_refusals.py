@@ -28,11 +28,11 @@ from libs.bus.errors import (
     RequestTimedOut,
     Undecodable,
 )
-from libs.bus.messages.migration import DenialReason, MoveDenied
+from libs.bus.messages.migration import DenialReason, MigrationDenied
 from libs.bus.messages.presence import ServiceKind, ServiceState
 from libs.mesh import migrations
+from libs.placement.migration import MigrationPhase
 from libs.placement.module import whole_layers
-from libs.placement.phases import MovePhase
 from services.gateway.mesh import migrations_api
 from services.gateway.mesh.refusals import may_have_been_done, unanswered
 
@@ -55,7 +55,7 @@ async def test_a_worker_that_is_there_in_any_state_is_for_the_owner_to_judge(
     worker = mesh.prefills[0]
     worker.presence = msgspec.structs.replace(worker.presence, state=state)
     await worker.beat()
-    owners.answer = MoveDenied(reason=DenialReason.NOT_READY, detail="prefill-0 is not ready yet")
+    owners.answer = MigrationDenied(reason=DenialReason.NOT_READY, detail="prefill-0 is not ready yet")
     answer = await start(mesh, **LAYERS)
     assert (answer.status_code, error_of(answer)["code"]) == (409, "not_ready")
     assert len(owners.asked) == 1
@@ -98,7 +98,7 @@ async def test_the_owners_no_is_told_with_the_present_epoch_and_no_move_is_remem
     mesh: Mesh, owners: Owners, reason: DenialReason
 ) -> None:
     await tell_placement(mesh, told(at_home()))
-    owners.answer = MoveDenied(reason=reason, detail="for a reason", epoch=7)
+    owners.answer = MigrationDenied(reason=reason, detail="for a reason", epoch=7)
     answer = await start(mesh, **LAYERS)
     error = error_of(answer)
     assert (answer.status_code, error["code"], error["param"]) == DENIALS[reason]
@@ -110,7 +110,7 @@ async def test_the_owners_no_is_told_with_the_present_epoch_and_no_move_is_remem
 
 async def test_an_epoch_that_nobody_knows_is_not_told(mesh: Mesh, owners: Owners) -> None:
     await tell_placement(mesh, told(at_home()))
-    owners.answer = MoveDenied(reason=DenialReason.BUSY, detail="busy")
+    owners.answer = MigrationDenied(reason=DenialReason.BUSY, detail="busy")
     assert "epoch" not in error_of(await start(mesh, **LAYERS))
 
 
@@ -181,7 +181,7 @@ async def test_a_known_move_that_cannot_be_rolled_back_is_a_conflict(
     mesh: Mesh, owners: Owners, reason: DenialReason
 ) -> None:
     await tell_placement(mesh, told(at_home(), moves=(record(),)))
-    owners.answer = MoveDenied(reason=reason, detail="for a reason")
+    owners.answer = MigrationDenied(reason=reason, detail="for a reason")
     answer = await ask(mesh, "DELETE", MIGRATIONS + "/m1")
     assert (answer.status_code, error_of(answer)["code"]) == (409, "cannot_cancel")
     assert CANCEL_DENIALS[reason] in error_of(answer)["message"]
@@ -190,7 +190,7 @@ async def test_a_known_move_that_cannot_be_rolled_back_is_a_conflict(
 async def test_a_move_that_is_over_is_not_cancelled_and_it_is_told_how_it_comes_home(
     mesh: Mesh, owners: Owners
 ) -> None:
-    moves = (done(), done(move_id="m2", is_return=True), record(MovePhase.FAILED, move_id="m3"))
+    moves = (done(), done(move_id="m2", is_return=True), record(MigrationPhase.FAILED, move_id="m3"))
     await tell_placement(mesh, told(at_home(), moves=moves))
     said = [error_of(await ask(mesh, "DELETE", f"{MIGRATIONS}/m{n}"))["message"] for n in (1, 2, 3)]
     assert "kvmesh migrate --return m1" in said[0]
@@ -225,7 +225,7 @@ async def test_of_what_cannot_come_home_it_is_told_what_can_and_whose_it_is(
     assert (status, code) == (400, "invalid_move")
     assert "decode-0, prefill-0; name the instance" in message
     assert owners.asked == []
-    owners.answer = MoveDenied(reason=DenialReason.NOT_FOUND, detail="it is not", epoch=1)
+    owners.answer = MigrationDenied(reason=DenialReason.NOT_FOUND, detail="it is not", epoch=1)
     mistaken = await refused(instance="decode-0", return_of="p")
     assert mistaken == (
         404,

@@ -8,7 +8,7 @@ import pytest
 from gateway_mesh import Mesh
 from gateway_moves import ask, error_of
 
-from libs.bus.messages.migration import ChangeRole, DenialReason, MoveDenied, RoleAccepted
+from libs.bus.messages.migration import ChangeRole, DenialReason, MigrationDenied, RoleAccepted
 from libs.placement.role import Role
 
 
@@ -17,9 +17,9 @@ class Asked:
 
     def __init__(self) -> None:
         self.roles: list[Role] = []
-        self.denied: MoveDenied | None = None
+        self.denied: MigrationDenied | None = None
 
-    async def change(self, order: ChangeRole) -> RoleAccepted | MoveDenied:
+    async def change(self, order: ChangeRole) -> RoleAccepted | MigrationDenied:
         self.roles.append(order.role)
         return self.denied or RoleAccepted(role=order.role)
 
@@ -84,7 +84,7 @@ async def test_other_methods_are_405(mesh: Mesh) -> None:
 async def test_what_the_worker_denies_is_409_in_its_words(
     mesh: Mesh, asked: Asked, reason: DenialReason
 ) -> None:
-    asked.denied = MoveDenied(reason=reason, detail="decode-0 says why")
+    asked.denied = MigrationDenied(reason=reason, detail="decode-0 says why")
     answer = await change(mesh)
     assert (answer.status_code, error_of(answer)["code"]) == (409, reason.value)
     assert error_of(answer)["message"] == "decode-0 says why"
@@ -98,7 +98,7 @@ async def test_a_worker_that_takes_no_orders_is_503(mesh: Mesh) -> None:
 
 
 async def test_a_worker_that_fails_is_500(mesh: Mesh) -> None:
-    async def fail(_: ChangeRole) -> RoleAccepted | MoveDenied:
+    async def fail(_: ChangeRole) -> RoleAccepted | MigrationDenied:
         raise RuntimeError("out of order")
 
     worker = mesh.decodes[0]

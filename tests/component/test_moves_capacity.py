@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from moves_scene import MovesScene, moving_mesh
 
-from libs.bus.messages.migration import PlacementTold
+from libs.bus.messages.migration import PlacementUpdate
 from libs.placement.module import heads_of, whole_layers
 
 
@@ -15,8 +15,8 @@ class Told:
         self._incarnation = incarnation
         self.blocks: dict[int, list[int]] = defaultdict(list)
 
-    def hear(self, told: PlacementTold) -> None:
-        if told.placement.home == self._incarnation:
+    def hear(self, told: PlacementUpdate) -> None:
+        if told.placement.owner == self._incarnation:
             self.blocks[told.placement.epoch].append(told.num_blocks)
 
 
@@ -25,7 +25,7 @@ NOT_COUNTED = 0
 
 async def listen(scene: MovesScene, incarnation: str) -> Told:
     told = Told(incarnation)
-    await scene.bus.subscribe(PlacementTold, told.hear)
+    await scene.bus.subscribe(PlacementUpdate, told.hear)
     return told
 
 

@@ -9,8 +9,8 @@ from workers_gateway import Stream
 from workers_mesh import Hosted, prompt_of
 
 from libs.engine.errors import MoveRefused
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
-from libs.placement.phases import MovePhase
+from libs.placement.migration import MigrationPhase
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 
 SECONDS = 15.0
 DRAIN: dict[str, Any] = {"drain_timeout_seconds": 60.0}
@@ -19,7 +19,7 @@ MODULES = {
     "layers": (whole_layers(0, 2), {}),
     "layers-with-weights": (whole_layers(0, 2), {"with_weights": True}),
     "heads": (heads_of(0, 3, (1,)), {}),
-    "lent": (lent_blocks(3), {"num_blocks": 60}),
+    "lent": (remote_blocks(3), {"num_blocks": 60}),
 }
 away_modules = pytest.mark.parametrize(("module", "facts"), MODULES.values(), ids=MODULES)
 running = pytest.mark.parametrize("num_sequences", [0, 3], ids=["idle", "running"])
@@ -102,7 +102,7 @@ async def test_a_home_that_ends_gives_up_what_it_takes_back_from_a_host_that_lea
         stopping = asyncio.ensure_future(scene.mesh.stop(scene.host))
         await scene.mesh.until(lambda: any("leave-" in move_id for move_id in scene.told))
         (returning,) = (move_id for move_id in scene.told if "leave-" in move_id)
-        await scene.until(returning, MovePhase.COPYING)
+        await scene.until(returning, MigrationPhase.COPYING)
         async with asyncio.timeout(SECONDS):
             assert await scene.mesh.stop(scene.home) == 0
             assert await stopping == 0

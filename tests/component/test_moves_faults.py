@@ -7,20 +7,20 @@ import pytest
 from moves_scene import HOST_BLOCKS, MovesScene, moving_mesh
 from workers_mesh import prompt_of
 
-from libs.bus.messages.migration import MoveAccepted
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
-from libs.placement.phases import MovePhase
+from libs.bus.messages.migration import MigrationAccepted
+from libs.placement.migration import MigrationPhase
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 from libs.request.outcome import FailureReason
 
 SLOW = 0.2
 """MiB per second: a move takes a while."""
 PHASES = [
-    MovePhase.RESERVING,
-    MovePhase.COPYING,
-    MovePhase.CATCHING_UP,
-    MovePhase.SWITCHING,
-    MovePhase.RELEASING,
-    MovePhase.DONE,
+    MigrationPhase.RESERVING,
+    MigrationPhase.COPYING,
+    MigrationPhase.CATCHING_UP,
+    MigrationPhase.SWITCHING,
+    MigrationPhase.RELEASING,
+    MigrationPhase.DONE,
 ]
 MODULES = {"layers": whole_layers(1, 3), "heads": heads_of(0, 3, (1,))}
 
@@ -37,12 +37,12 @@ async def kill_host(scene: MovesScene) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 async def test_a_host_that_is_lost_costs_time_and_no_token(
-    module: Module, phase: MovePhase, lose: Callable[[MovesScene], Awaitable[None]]
+    module: Module, phase: MigrationPhase, lose: Callable[[MovesScene], Awaitable[None]]
 ) -> None:
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
         streams = await scene.begin(4, 120)
         started = await scene.start(module)
-        assert isinstance(started, MoveAccepted)
+        assert isinstance(started, MigrationAccepted)
         await scene.until(started.move_id, phase)
         await lose(scene)
         record = await scene.end(started.move_id)
@@ -54,12 +54,12 @@ async def test_a_host_that_is_lost_costs_time_and_no_token(
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_a_host_that_is_lost_on_the_way_back_costs_time_and_no_token(phase: MovePhase) -> None:
+async def test_a_host_that_is_lost_on_the_way_back_costs_time_and_no_token(phase: MigrationPhase) -> None:
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
         streams = await scene.begin(4, 200)
         away = await scene.away(MODULES["heads"])
         started = await scene.start(returned_move_id=away.move_id)
-        assert isinstance(started, MoveAccepted)
+        assert isinstance(started, MigrationAccepted)
         await scene.until(started.move_id, phase)
         await kill_host(scene)
         await scene.end(started.move_id)
@@ -68,11 +68,11 @@ async def test_a_host_that_is_lost_on_the_way_back_costs_time_and_no_token(phase
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_a_home_that_dies_leaves_nothing_at_its_host(phase: MovePhase) -> None:
+async def test_a_home_that_dies_leaves_nothing_at_its_host(phase: MigrationPhase) -> None:
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
         await scene.begin(4, 400)
         started = await scene.start(MODULES["layers"])
-        assert isinstance(started, MoveAccepted)
+        assert isinstance(started, MigrationAccepted)
         await scene.until(started.move_id, phase)
         await scene.mesh.kill(scene.home)
         host = scene.host
@@ -106,7 +106,7 @@ async def test_a_host_that_does_not_answer_is_lost_after_a_while() -> None:
 async def test_lost_lent_blocks_cost_time_and_no_token() -> None:
     async with moving_mesh(num_blocks=140) as scene:
         streams = await scene.begin(6, 200)
-        await scene.away(lent_blocks(3), num_blocks=60)
+        await scene.away(remote_blocks(3), num_blocks=60)
         more = await scene.begin(6, 120, num_prompt_tokens=40)
         await kill_host(scene)
         await scene.check([*streams, *more])

@@ -7,9 +7,9 @@ import pytest
 from moves_scene import HOST_BLOCKS, moving_mesh
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from libs.bus.messages.migration import DenialReason, MoveAccepted, MoveDenied
-from libs.placement.module import heads_of, lent_blocks, whole_layers
-from libs.placement.phases import MovePhase
+from libs.bus.messages.migration import DenialReason, MigrationAccepted, MigrationDenied
+from libs.placement.migration import MigrationPhase
+from libs.placement.module import heads_of, remote_blocks, whole_layers
 from libs.telemetry.traces import configure_traces
 
 LIVE_PHASES = ("planned", "reserving", "copying", "catching_up", "switching", "releasing")
@@ -17,8 +17,8 @@ SLOW = 0.15
 """MiB per second: a move takes seconds."""
 
 
-def reason(answer: MoveAccepted | MoveDenied) -> DenialReason:
-    assert isinstance(answer, MoveDenied), answer
+def reason(answer: MigrationAccepted | MigrationDenied) -> DenialReason:
+    assert isinstance(answer, MigrationDenied), answer
     return answer.reason
 
 
@@ -61,7 +61,7 @@ async def test_metrics_and_placements_tell_of_a_move() -> None:
             )
         )
         (hosted,) = scene.placements[host.incarnation].hosted
-        assert (hosted.home, hosted.move_id, hosted.module) == (
+        assert (hosted.owner, hosted.move_id, hosted.module) == (
             home.incarnation,
             away.move_id,
             whole_layers(1, 3),
@@ -72,10 +72,10 @@ async def test_metrics_and_placements_tell_of_a_move() -> None:
 async def test_an_order_that_comes_twice_moves_once() -> None:
     async with moving_mesh() as scene:
         for _ in range(2):
-            assert isinstance(await scene.start(whole_layers(0, 1), move_id="one"), MoveAccepted)
+            assert isinstance(await scene.start(whole_layers(0, 1), move_id="one"), MigrationAccepted)
         await scene.end("one")
         again = await scene.start(whole_layers(0, 1), move_id="one", expected_epoch=0)
-        assert isinstance(again, MoveAccepted)
+        assert isinstance(again, MigrationAccepted)
         assert scene.placement.epoch == 1
 
 
@@ -91,7 +91,9 @@ async def test_one_move_at_a_time() -> None:
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
         streams = await scene.begin(4, 100)
         first = await scene.start(whole_layers(0, 1))
-        await scene.until(first.move_id if isinstance(first, MoveAccepted) else "", MovePhase.COPYING)
+        await scene.until(
+            first.move_id if isinstance(first, MigrationAccepted) else "", MigrationPhase.COPYING
+        )
         assert reason(await scene.start(whole_layers(1, 2))) is DenialReason.BUSY
         await scene.abandon("move-1")
         await scene.end("move-1")
@@ -108,7 +110,7 @@ async def test_a_host_without_room_fails_the_move_and_nothing_else() -> None:
     async with moving_mesh(host={"num_blocks": 129}) as scene:  # one sequence of full length takes 128
         streams = await scene.begin(3, 60)
         record = await scene.move(whole_layers(0, 2))
-        assert record.phase is MovePhase.FAILED
+        assert record.phase is MigrationPhase.FAILED
         assert "blocks" in record.error
         assert record.num_blocks_after == record.num_blocks_before == 256
         await scene.check(streams)
@@ -125,7 +127,7 @@ async def test_a_head_that_leaves_gives_its_memory_to_blocks_where_the_host_has_
 async def test_a_home_loses_blocks_by_a_move_only_where_the_order_says_how_many_are_enough() -> None:
     async with moving_mesh(host={"num_blocks": 250}) as scene:
         refused = await scene.move(whole_layers(0, 2))
-        assert refused.phase is MovePhase.FAILED
+        assert refused.phase is MigrationPhase.FAILED
         assert "256 are asked for" in refused.error
         assert scene.placement.epoch == 0
         away = await scene.away(whole_layers(0, 2), num_blocks=150)
@@ -136,8 +138,8 @@ async def test_how_far_a_move_is_is_told_while_it_copies() -> None:
     async with moving_mesh(move_bandwidth_mib=0.02) as scene:
         streams = await scene.begin(4, 100)
         started = await scene.start(heads_of(0, 3, (1,)))
-        assert isinstance(started, MoveAccepted)
-        await scene.until(started.move_id, MovePhase.COPYING)
+        assert isinstance(started, MigrationAccepted)
+        await scene.until(started.move_id, MigrationPhase.COPYING)
 
         def is_part_way() -> bool:
             told = scene.placements.get(scene.home.incarnation)
@@ -162,7 +164,7 @@ async def test_hosts_that_leave_at_once_give_back_one_module_after_the_other() -
         assert [one.result() for one in ended] == [0, 0]
         assert not scene.placement.placed
         returns = sorted(scene.told.values(), key=lambda told: told[0].started_unix_seconds)
-        assert [told[-1].phase for told in returns] == [MovePhase.DONE] * 3
+        assert [told[-1].phase for told in returns] == [MigrationPhase.DONE] * 3
         for before, after in itertools.pairwise(returns):
             assert before[-1].ended_unix_seconds <= after[0].started_unix_seconds
         await scene.check(streams)
@@ -171,16 +173,16 @@ async def test_hosts_that_leave_at_once_give_back_one_module_after_the_other() -
 @pytest.mark.parametrize(
     "phase",
     [
-        MovePhase.PLANNED,
-        MovePhase.RESERVING,
-        MovePhase.COPYING,
-        MovePhase.CATCHING_UP,
-        MovePhase.SWITCHING,
+        MigrationPhase.PLANNED,
+        MigrationPhase.RESERVING,
+        MigrationPhase.COPYING,
+        MigrationPhase.CATCHING_UP,
+        MigrationPhase.SWITCHING,
     ],
 )
 @pytest.mark.parametrize("is_return", [False, True], ids=["away", "return"])
 async def test_a_move_that_is_cancelled_leaves_everything_as_it_was_or_is_told_to_have_switched(
-    phase: MovePhase, is_return: bool
+    phase: MigrationPhase, is_return: bool
 ) -> None:
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
         if is_return:
@@ -190,17 +192,17 @@ async def test_a_move_that_is_cancelled_leaves_everything_as_it_was_or_is_told_t
         started = await scene.start(
             None if is_return else heads_of(0, 3, (1,)), returned_move_id="move-1" if is_return else ""
         )
-        assert isinstance(started, MoveAccepted)
+        assert isinstance(started, MigrationAccepted)
         await scene.until(started.move_id, phase)
         answer = await scene.abandon(started.move_id)
         record = await scene.end(started.move_id)
-        if record.phase is MovePhase.FAILED:
-            assert isinstance(answer, MoveAccepted)
+        if record.phase is MigrationPhase.FAILED:
+            assert isinstance(answer, MigrationAccepted)
             assert record.error == "it was cancelled"
             assert record.num_blocks_after == record.num_blocks_before
             assert scene.placement == before
         else:  # it was faster
-            assert phase in (MovePhase.CATCHING_UP, MovePhase.SWITCHING)
+            assert phase in (MigrationPhase.CATCHING_UP, MigrationPhase.SWITCHING)
             assert reason(answer) is DenialReason.INVALID
             assert scene.placement.epoch == before.epoch + 1
         await scene.check(streams)
@@ -210,17 +212,17 @@ async def test_a_move_that_is_cancelled_by_several_at_once_is_rolled_back_once()
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
         streams = await scene.begin(4, 100)
         started = await scene.start(heads_of(0, 3, (1,)))
-        assert isinstance(started, MoveAccepted)
-        await scene.until(started.move_id, MovePhase.COPYING)
+        assert isinstance(started, MigrationAccepted)
+        await scene.until(started.move_id, MigrationPhase.COPYING)
 
-        async def abandon_after(num_turns: int) -> MoveAccepted | MoveDenied:
+        async def abandon_after(num_turns: int) -> MigrationAccepted | MigrationDenied:
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             return await scene.abandon(started.move_id)
 
         answers = await asyncio.gather(*(abandon_after(i) for i in range(24)))
-        assert isinstance(answers[0], MoveAccepted)
-        assert {reason(a) for a in answers if isinstance(a, MoveDenied)} <= {DenialReason.INVALID}
+        assert isinstance(answers[0], MigrationAccepted)
+        assert {reason(a) for a in answers if isinstance(a, MigrationDenied)} <= {DenialReason.INVALID}
         assert (await scene.end(started.move_id)).error == "it was cancelled"
         await scene.check(streams)
 
@@ -236,7 +238,7 @@ async def test_a_move_that_has_not_switched_by_its_deadline_is_rolled_back() -> 
     async with moving_mesh(move_bandwidth_mib=0.02) as scene:
         streams = await scene.begin(4, 80)
         record = await scene.move(heads_of(0, 3, (1,)), deadline_seconds=0.3)
-        assert record.phase is MovePhase.FAILED
+        assert record.phase is MigrationPhase.FAILED
         assert "deadline" in record.error
         assert record.num_blocks_after == record.num_blocks_before == 256
         await scene.check(streams)
@@ -246,7 +248,7 @@ async def test_a_move_that_has_not_switched_by_its_deadline_is_rolled_back() -> 
 async def test_lent_blocks_come_and_go() -> None:
     async with moving_mesh(num_blocks=140) as scene:
         streams = await scene.begin(5, 120)
-        away = await scene.away(lent_blocks(3), num_blocks=60)
+        away = await scene.away(remote_blocks(3), num_blocks=60)
         assert (away.num_blocks_before, away.num_blocks_after) == (140, 200)
         more = await scene.begin(5, 60)
         await scene.back(away.move_id)
@@ -283,7 +285,7 @@ async def test_moves_go_on_while_the_broker_is_away() -> None:
     async with moving_mesh(move_bandwidth_mib=1) as scene:
         streams = await scene.begin(3, 100)
         started = await scene.start(heads_of(0, 3, (1,)))
-        assert isinstance(started, MoveAccepted)
+        assert isinstance(started, MigrationAccepted)
         scene.home.bus.disconnect()
         await scene.mesh.until(lambda: len(scene.placement.placed) == 1)
         scene.home.bus.reconnect()

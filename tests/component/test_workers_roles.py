@@ -10,7 +10,7 @@ from workers_mesh import Gateway, Hosted, WorkersMesh, prompt_of, running_mesh
 from workers_reference import Reference
 
 from libs.bus.messages.generation import Abort, Queued, Refused
-from libs.bus.messages.migration import ChangeRole, DenialReason, MoveDenied, RoleAccepted
+from libs.bus.messages.migration import ChangeRole, DenialReason, MigrationDenied, RoleAccepted
 from libs.bus.messages.presence import ServiceKind, ServiceState
 from libs.placement.module import whole_layers
 from libs.placement.role import Role
@@ -25,7 +25,7 @@ async def mesh() -> AsyncIterator[WorkersMesh]:
         yield mesh
 
 
-async def order(mesh: WorkersMesh, worker: Hosted, role: Role) -> RoleAccepted | MoveDenied:
+async def order(mesh: WorkersMesh, worker: Hosted, role: Role) -> RoleAccepted | MigrationDenied:
     bus = MemoryBus(mesh.broker)
     try:
         return await bus.request(ChangeRole(role=role), to=worker.incarnation, timeout_seconds=5)
@@ -114,7 +114,7 @@ async def test_a_decode_worker_ends_what_it_has_begun_and_refuses_the_rest_meanw
     assert refused.reason is RefusalReason.DRAINING
     assert isinstance(await order(mesh, decode, Role.PREFILL), RoleAccepted), "asked twice, done once"
     denied = await order(mesh, decode, Role.BOTH)
-    assert isinstance(denied, MoveDenied)
+    assert isinstance(denied, MigrationDenied)
     assert denied.reason is DenialReason.BUSY
     await stream.end()
     ended_at = time.monotonic()
@@ -151,7 +151,7 @@ async def test_a_worker_that_was_asked_to_end_keeps_its_role(mesh: WorkersMesh) 
     decode.stop.asked.set()
     await mesh.until(lambda: decode.presence.state is ServiceState.DRAINING)
     denied = await order(mesh, decode, Role.PREFILL)
-    assert isinstance(denied, MoveDenied)
+    assert isinstance(denied, MigrationDenied)
     assert denied.reason is DenialReason.DRAINING
     assert await mesh.stop(decode) == 0
     assert len(stream.tokens) == 480
@@ -176,7 +176,7 @@ async def test_a_worker_that_is_still_starting_is_not_ready_to_change(mesh: Work
     assert runtime is not None
     runtime.become(ServiceState.STARTING, "loading weights 40%")
     denied = await order(mesh, worker, Role.PREFILL)
-    assert isinstance(denied, MoveDenied)
+    assert isinstance(denied, MigrationDenied)
     assert denied.reason is DenialReason.NOT_READY
     assert "loading weights 40%" in denied.detail
     runtime.become(ServiceState.READY)

@@ -29,7 +29,7 @@ from libs.engine.hosting.port import Answer, Host, HostLost
 from libs.engine.thread_loop import ThreadLoop
 from libs.model.layer import Layer
 from libs.placement.module import Module, heads_of, whole_layers
-from libs.placement.placement import Hosted
+from libs.placement.placement import HostedModuleStatus
 from libs.transport.choose import TransportKind
 from libs.transport.port import Transport
 from libs.worker.migration.call_links import CallLinks
@@ -80,7 +80,7 @@ class HereAndNow:
     async def close_owner(self, guest: str) -> None:
         self.scene.modules.close_owner(guest)
 
-    def hosted(self) -> tuple[Hosted, ...]:
+    def hosted(self) -> tuple[HostedModuleStatus, ...]:
         return self.scene.modules.hosted()
 
 

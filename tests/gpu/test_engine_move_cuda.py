@@ -12,8 +12,8 @@ from libs.engine.settings import EngineSettings
 from libs.model.assemble import assemble
 from libs.model.config import Architecture, ModelConfig
 from libs.model.model import Model
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
-from libs.placement.placement import Placed
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
+from libs.placement.placement import PlacedModule
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 
@@ -62,7 +62,7 @@ def step(core: EngineCore, told: dict[str, list[int]]) -> bool:
     return done.is_idle
 
 
-@pytest.mark.parametrize("module", [whole_layers(1, 3), heads_of(0, 4, (0, 2)), lent_blocks(4)], ids=repr)
+@pytest.mark.parametrize("module", [whole_layers(1, 3), heads_of(0, 4, (0, 2)), remote_blocks(4)], ids=repr)
 def test_tokens_do_not_change_when_a_module_moves_back_and_forth(module: Module) -> None:
     expected: dict[str, list[int]] = {}
     plain = core_on("cpu", "plain")
@@ -75,7 +75,7 @@ def test_tokens_do_not_change_when_a_module_moves_back_and_forth(module: Module)
     for number in range(5):
         move_id = f"m{number}"
         granted = host.hosted.open("home", move_id, module, num_blocks_wanted=60, num_blocks_least=8)
-        placed = Placed(move_id=move_id, module=module, worker="host", num_blocks=granted)
+        placed = PlacedModule(move_id=move_id, module=module, worker="host", num_blocks=granted)
         way = synchronous_host("host", "home", host.hosted)
         home.migrator.begin(placed, way, None)
         step(home, told)

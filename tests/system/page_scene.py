@@ -12,7 +12,7 @@ from memory_broker import MemoryBroker
 from memory_bus import MemoryBus
 
 from libs.bus.message import Message
-from libs.bus.messages.migration import PlacementTold
+from libs.bus.messages.migration import PlacementUpdate
 from libs.bus.messages.presence import ServiceKind
 from libs.cost.load import WorkerLoad
 
@@ -65,7 +65,7 @@ class Scene:
 
     async def _publish(self, messages: tuple[Message, ...]) -> None:
         for message in messages:
-            if isinstance(message, PlacementTold):  # the newest counts, by its epoch
+            if isinstance(message, PlacementUpdate):  # the newest counts, by its epoch
                 self._epoch += 1
                 placement = msgspec.structs.replace(message.placement, epoch=self._epoch)
                 message = msgspec.structs.replace(message, placement=placement)

@@ -24,11 +24,11 @@ from gateway_coordinator import (
 from page_checks import CARDS, FAINT, LOOKS, TOO_WIDE, UNNAMED, see
 from page_scene import Scene, running_scene
 
-from libs.bus.messages.migration import MoveTold
+from libs.bus.messages.migration import MigrationUpdate
 from libs.cost.load import WorkerLoad
-from libs.placement.module import heads_of, lent_blocks, whole_layers
-from libs.placement.phases import MovePhase
-from libs.placement.placement import Placement, all_home
+from libs.placement.migration import MigrationPhase
+from libs.placement.module import heads_of, remote_blocks, whole_layers
+from libs.placement.placement import Placement, all_at_owner
 
 CHROMIUM = find_chromium()
 pytestmark = [
@@ -39,11 +39,11 @@ pytestmark = [
 DECODE_1, PREFILL_1 = "decode-1-i", "prefill-1-i"
 MIXED = (
     at_home()
-    .with_module(placed(whole_layers(20, 30), has_weights_at_home=False))
+    .with_module(placed(whole_layers(20, 30), has_weights_at_owner=False))
     .with_module(placed(heads_of(0, 10, (2,)), DECODE_1, "h7c2"))
 )
 LARGE = (
-    all_home(DECODE_1, 80, 32)
+    all_at_owner(DECODE_1, 80, 32)
     .with_module(placed(whole_layers(70, 80), PREFILL_1, "q"))
     .with_module(placed(heads_of(0, 70, (6, 7)), PREFILL, "q2"))
 )
@@ -66,7 +66,7 @@ def running() -> Iterator[Scene]:
 def scene(running: Scene) -> Scene:
     """All at home again; moves that were told stay, as they do at a gateway."""
     for home in (DECODE, PREFILL, DECODE_1, PREFILL_1):
-        running.tell(told(all_home(home, 30, 3)))
+        running.tell(told(all_at_owner(home, 30, 3)))
     return running
 
 
@@ -89,12 +89,12 @@ def fill(scene: Scene) -> None:
     """A mesh in which much goes on."""
     now = time.time()
     moving = record(
-        MovePhase.CATCHING_UP, "mm", module=heads_of(0, 20, (1,)), host=PREFILL_1,
+        MigrationPhase.CATCHING_UP, "mm", module=heads_of(0, 20, (1,)), host=PREFILL_1,
         phase_seconds={"reserving": 0.021, "copying": 0.84}, num_kv_bytes=9 << 20, num_rounds=2,
         started_unix_seconds=now - 1.2, reason="manual",
     )  # fmt: skip
     failed = record(
-        MovePhase.FAILED, "ff", error="prefill-1 has no room for 500 blocks: 312 at the most " * 3,
+        MigrationPhase.FAILED, "ff", error="prefill-1 has no room for 500 blocks: 312 at the most " * 3,
         started_unix_seconds=now - 90, ended_unix_seconds=now - 89,
     )  # fmt: skip
     ended = done(move_id="dd", started_unix_seconds=now - 60, ended_unix_seconds=now - 58, reason="manual")
@@ -124,7 +124,7 @@ def test_modules_and_moves_are_readable_and_named(
     assert page.complaints == []
     assert {url.startswith((scene.url + "/", "data:")) for url in page.requested_urls} == {True}
     page.screenshot(tmp_path / "modules.png")
-    scene.tell(MoveTold(move=done(move_id="mm")))
+    scene.tell(MigrationUpdate(record=done(move_id="mm")))
 
 
 def test_the_picture_says_in_words_what_it_shows(scene: Scene, page: Page) -> None:
@@ -142,7 +142,7 @@ def test_the_picture_says_in_words_what_it_shows(scene: Scene, page: Page) -> No
 
 
 def test_blocks_that_are_lent_are_told(scene: Scene, page: Page) -> None:
-    scene.tell(told(at_home().with_module(placed(lent_blocks(30), num_blocks=70))))
+    scene.tell(told(at_home().with_module(placed(remote_blocks(30), num_blocks=70))))
     see(page, f"{label_of('decode-0')}.includes('prefill-0 lends 70')", "the lent blocks")
 
 
@@ -160,7 +160,7 @@ def placements_made_up() -> list[Placement]:
     ]  # fmt: skip
     made: list[Placement] = []
     for number, several in enumerate(modules):
-        placement = all_home("h", 30, 3)
+        placement = all_at_owner("h", 30, 3)
         for at, module in enumerate(several):
             placement = placement.with_module(placed(module, f"w{(number + at) % 3}", f"m{at}"))
         made.append(placement)
@@ -202,7 +202,7 @@ def test_what_is_on_its_way_is_a_rectangle_of_its_own_with_its_goal(page: Page) 
         "host_name": "",
         "module": msgspec.to_builtins(heads_of(5, 9, (1,))),
     }
-    script = PARTS.replace("INSTANCES", json.dumps([(document_of(all_home("h", 30, 3)), [moving])]))
+    script = PARTS.replace("INSTANCES", json.dumps([(document_of(all_at_owner("h", 30, 3)), [moving])]))
     (parts,) = page.ask(script)
     assert [p for p in parts if p["to"]] == [
         {"first": 5, "end": 9, "head": 1, "endHead": 2, "worker": "h", "to": "w"}
@@ -215,18 +215,18 @@ def test_a_move_is_seen_phase_by_phase_and_then_among_those_that_ended(scene: Sc
     facts["num_total_bytes"] = 48 << 20
     current = "document.querySelector('#under-way [data-id=live-1] [aria-current=step] span').textContent"
     for phase, shown, took in (
-        (MovePhase.RESERVING, "reserve", {}),
-        (MovePhase.COPYING, "copy", {"reserving": 0.02}),
-        (MovePhase.SWITCHING, "switch", {"reserving": 0.02, "copying": 1.25, "catching_up": 0.5}),
+        (MigrationPhase.RESERVING, "reserve", {}),
+        (MigrationPhase.COPYING, "copy", {"reserving": 0.02}),
+        (MigrationPhase.SWITCHING, "switch", {"reserving": 0.02, "copying": 1.25, "catching_up": 0.5}),
     ):
-        scene.tell(MoveTold(move=record(phase, phase_seconds=took, num_kv_bytes=12 << 20, **facts)))
+        scene.tell(MigrationUpdate(record=record(phase, phase_seconds=took, num_kv_bytes=12 << 20, **facts)))
         there = "document.querySelector('#under-way [data-id=live-1] [aria-current=step]')"
         see(page, f"!!{there} && {current} === {shown!r}", f"the move is at {shown}")
     card = page.ask("document.querySelector('#under-way [data-id=live-1]').innerText").replace("\u00a0", " ")
     for said in ("layers 20-29 of decode-0 to prefill-0 (migrate)", "1.25 s", "25 % of 48 MiB", "KV 12 MiB"):
         assert said in card
     see(page, f"{label_of('decode-0')}.includes('on the way to prefill-0')", "where it goes")
-    scene.tell(MoveTold(move=done(**facts | {"ended_unix_seconds": now + 2})))
+    scene.tell(MigrationUpdate(record=done(**facts | {"ended_unix_seconds": now + 2})))
     line = "document.querySelector('#ended [data-id=live-1]')"
     see(page, f"!!{line} && !document.querySelector('#under-way [data-id=live-1]')", "it has ended")
     said = page.ask(f"{line}.innerText").replace("\u00a0", " ")
@@ -237,11 +237,11 @@ def test_a_move_is_seen_phase_by_phase_and_then_among_those_that_ended(scene: Sc
 def test_a_move_that_is_rolled_back_says_why_as_text(scene: Scene, page: Page) -> None:
     evil = "<img src=x onerror=alert(1)>"
     facts: dict[str, Any] = {"move_id": "live-2", "started_unix_seconds": time.time()}
-    scene.tell(MoveTold(move=record(MovePhase.ROLLING_BACK, **facts)))
+    scene.tell(MigrationUpdate(record=record(MigrationPhase.ROLLING_BACK, **facts)))
     see(page, "!!document.querySelector('#under-way [data-back=true]')", "it is rolled back")
     ended = time.time()
     facts |= {"ended_unix_seconds": ended, "num_blocks_before": 800, "num_blocks_after": 800}
-    scene.tell(MoveTold(move=record(MovePhase.FAILED, error=evil, **facts)))
+    scene.tell(MigrationUpdate(record=record(MigrationPhase.FAILED, error=evil, **facts)))
     line = "document.querySelector('#ended [data-id=live-2]')"
     said = see(page, f"{line} && {line}.innerText", "it has failed").replace("\u00a0", " ")
     assert "✕ rolled back" in said

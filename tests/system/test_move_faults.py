@@ -12,8 +12,8 @@ import pytest
 from mesh_moves import Moves, bus_of, load_on, moves_of, until_none
 
 from black_box import Mesh, child_of, running_mesh
-from libs.bus.messages.migration import MoveTold
-from libs.placement.phases import MovePhase
+from libs.bus.messages.migration import MigrationUpdate
+from libs.placement.migration import MigrationPhase
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(3 * 300)]
 
@@ -40,7 +40,7 @@ NATS, COORDINATOR = "nats", "coordinator-0"
 class Row(NamedTuple):
     """Who dies when which move enters which phase. A module comes home where `comes_home`."""
 
-    phase: MovePhase
+    phase: MigrationPhase
     victim: str
     home: str
     host: str
@@ -55,41 +55,45 @@ class Row(NamedTuple):
     @property
     def needs_both(self) -> bool:
         """The move cannot go on without the victim."""
-        is_early = self.phase in (MovePhase.RESERVING, MovePhase.COPYING, MovePhase.CATCHING_UP)
+        is_early = self.phase in (
+            MigrationPhase.RESERVING,
+            MigrationPhase.COPYING,
+            MigrationPhase.CATCHING_UP,
+        )
         return is_early and self.victim in (self.home, self.host)
 
 
 D0, D1, P0 = "decode-0", "decode-1", "prefill-0"
 ROWS = [
-    Row(MovePhase.RESERVING, D0, D0, D1, WEIGHTS),
-    Row(MovePhase.RESERVING, COORDINATOR, D1, D0, LAYERS),
-    Row(MovePhase.RESERVING, D1, D0, D1, HEADS),
-    Row(MovePhase.RESERVING, NATS, D1, D0, LAYERS),
-    Row(MovePhase.COPYING, D0, D0, D1, LAYERS),
-    Row(MovePhase.COPYING, COORDINATOR, D1, D0, HEADS),
-    Row(MovePhase.COPYING, D1, D0, D1, WEIGHTS),
-    Row(MovePhase.COPYING, NATS, D0, D1, HEADS),
-    Row(MovePhase.COPYING, D0, D1, D0, HEADS, comes_home=True),
-    Row(MovePhase.CATCHING_UP, D1, D1, D0, MANY_LAYERS),
-    Row(MovePhase.CATCHING_UP, COORDINATOR, D1, D0, LAYERS),
-    Row(MovePhase.CATCHING_UP, D0, D1, D0, MANY_HEADS),
-    Row(MovePhase.CATCHING_UP, NATS, D1, D0, WEIGHTS),
-    Row(MovePhase.SWITCHING, D1, D1, D0, HEADS),
-    Row(MovePhase.SWITCHING, COORDINATOR, D0, D1, LAYERS),
-    Row(MovePhase.SWITCHING, D0, D1, D0, WEIGHTS),
-    Row(MovePhase.SWITCHING, NATS, D0, D1, HEADS),
-    Row(MovePhase.SWITCHING, D1, D0, D1, LAYERS, comes_home=True),
-    Row(MovePhase.RELEASING, D0, D0, D1, WEIGHTS, comes_home=True),
-    Row(MovePhase.RELEASING, COORDINATOR, D0, D1, HEADS, comes_home=True),
-    Row(MovePhase.RELEASING, D1, D0, D1, LAYERS, comes_home=True),
-    Row(MovePhase.RELEASING, NATS, D0, D1, LAYERS),
-    Row(MovePhase.DONE, D0, D0, D1, HEADS),
-    Row(MovePhase.DONE, COORDINATOR, D0, D1, WEIGHTS),
-    Row(MovePhase.DONE, D1, D0, D1, WEIGHTS),
-    Row(MovePhase.DONE, NATS, D0, D1, LAYERS),
-    Row(MovePhase.COPYING, D0, P0, D0, LAYERS),
-    Row(MovePhase.DONE, D1, P0, D1, HEADS),
-    Row(MovePhase.CATCHING_UP, P0, P0, D1, MANY_HEADS),
+    Row(MigrationPhase.RESERVING, D0, D0, D1, WEIGHTS),
+    Row(MigrationPhase.RESERVING, COORDINATOR, D1, D0, LAYERS),
+    Row(MigrationPhase.RESERVING, D1, D0, D1, HEADS),
+    Row(MigrationPhase.RESERVING, NATS, D1, D0, LAYERS),
+    Row(MigrationPhase.COPYING, D0, D0, D1, LAYERS),
+    Row(MigrationPhase.COPYING, COORDINATOR, D1, D0, HEADS),
+    Row(MigrationPhase.COPYING, D1, D0, D1, WEIGHTS),
+    Row(MigrationPhase.COPYING, NATS, D0, D1, HEADS),
+    Row(MigrationPhase.COPYING, D0, D1, D0, HEADS, comes_home=True),
+    Row(MigrationPhase.CATCHING_UP, D1, D1, D0, MANY_LAYERS),
+    Row(MigrationPhase.CATCHING_UP, COORDINATOR, D1, D0, LAYERS),
+    Row(MigrationPhase.CATCHING_UP, D0, D1, D0, MANY_HEADS),
+    Row(MigrationPhase.CATCHING_UP, NATS, D1, D0, WEIGHTS),
+    Row(MigrationPhase.SWITCHING, D1, D1, D0, HEADS),
+    Row(MigrationPhase.SWITCHING, COORDINATOR, D0, D1, LAYERS),
+    Row(MigrationPhase.SWITCHING, D0, D1, D0, WEIGHTS),
+    Row(MigrationPhase.SWITCHING, NATS, D0, D1, HEADS),
+    Row(MigrationPhase.SWITCHING, D1, D0, D1, LAYERS, comes_home=True),
+    Row(MigrationPhase.RELEASING, D0, D0, D1, WEIGHTS, comes_home=True),
+    Row(MigrationPhase.RELEASING, COORDINATOR, D0, D1, HEADS, comes_home=True),
+    Row(MigrationPhase.RELEASING, D1, D0, D1, LAYERS, comes_home=True),
+    Row(MigrationPhase.RELEASING, NATS, D0, D1, LAYERS),
+    Row(MigrationPhase.DONE, D0, D0, D1, HEADS),
+    Row(MigrationPhase.DONE, COORDINATOR, D0, D1, WEIGHTS),
+    Row(MigrationPhase.DONE, D1, D0, D1, WEIGHTS),
+    Row(MigrationPhase.DONE, NATS, D0, D1, LAYERS),
+    Row(MigrationPhase.COPYING, D0, P0, D0, LAYERS),
+    Row(MigrationPhase.DONE, D1, P0, D1, HEADS),
+    Row(MigrationPhase.CATCHING_UP, P0, P0, D1, MANY_HEADS),
 ]
 
 
@@ -154,14 +158,17 @@ class Killing:
         self.move_id = move_id
         self._look()
 
-    def hear(self, told: MoveTold) -> None:
-        if told.move.phase is self._row.phase:
-            self._entered.add(told.move.move_id)
+    def hear(self, told: MigrationUpdate) -> None:
+        if told.record.phase is self._row.phase:
+            self._entered.add(told.record.move_id)
             self._look()
 
     def _look(self) -> None:
         if self.move_id in self._entered and not self.is_done.is_set():
-            if self._row.phase in (MovePhase.SWITCHING, MovePhase.RELEASING) and not self._is_frozen:
+            if (
+                self._row.phase in (MigrationPhase.SWITCHING, MigrationPhase.RELEASING)
+                and not self._is_frozen
+            ):
                 self.freeze()
             os.kill(self._victim, signal.SIGKILL)
             self.is_done.set()
@@ -206,7 +213,7 @@ def check_outcome(row: Row, record: dict[str, Any]) -> None:
         assert record["phase"] == "done", record
     elif row.needs_both:
         assert (record["phase"], record["error"] != "") == ("failed", True), record
-    elif row.phase is MovePhase.DONE:
+    elif row.phase is MigrationPhase.DONE:
         assert record["phase"] == "done", record
 
 
@@ -230,12 +237,12 @@ async def kill_once(mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> b
         bus_of(mesh) as bus,
     ):
         killing = Killing(mesh, row)
-        await bus.subscribe(MoveTold, killing.hear)
+        await bus.subscribe(MigrationUpdate, killing.hear)
         order: dict[str, Any] = {"host": row.host, **row.module}
         if row.comes_home:
             order = {"return_of": (await moves.done(row.home, **order))["id"]}
         epoch = await moves.epoch(row.home)
-        if row.phase is MovePhase.RESERVING:
+        if row.phase is MigrationPhase.RESERVING:
             killing.freeze()
         try:
             killing.ordered(await moves.begin(row.home, **order))

@@ -18,8 +18,8 @@ from libs.balancing.view import (
     Load,
     Outbound,
 )
-from libs.placement.module import ModuleKind, heads_of, lent_blocks, module_in_words, whole_layers
-from libs.placement.placement import Placed, Placement, all_home, check_module
+from libs.placement.module import ModuleKind, heads_of, module_in_words, remote_blocks, whole_layers
+from libs.placement.placement import PlacedModule, Placement, all_at_owner, check_module
 from libs.placement.role import Role
 
 ALL = BalancingSettings()
@@ -34,8 +34,8 @@ def leaving(
     return list(outbound(replace(owner, load=load), host, settings, gap=gap))
 
 
-def away(module, worker="host", move_id="m") -> Placed:
-    return Placed(move_id=move_id, module=module, worker=worker, num_blocks=10)
+def away(module, worker="host", move_id="m") -> PlacedModule:
+    return PlacedModule(move_id=move_id, module=module, worker=worker, num_blocks=10)
 
 
 def spans(modules) -> list[tuple[int, int]]:
@@ -43,46 +43,46 @@ def spans(modules) -> list[tuple[int, int]]:
 
 
 def test_layer_runs_double_at_either_end_and_leave_one():
-    assert spans(layer_runs(all_home("h", 6, 2))) == [(0, 1), (5, 6), (0, 2), (4, 6), (0, 4), (2, 6)]
-    assert layer_runs(all_home("h", 1, 2)) == []
+    assert spans(layer_runs(all_at_owner("h", 6, 2))) == [(0, 1), (5, 6), (0, 2), (4, 6), (0, 4), (2, 6)]
+    assert layer_runs(all_at_owner("h", 1, 2)) == []
 
 
 def test_layer_runs_begin_where_what_is_at_home_begins():
-    placement = all_home("h", 6, 2).with_module(away(whole_layers(0, 2)))
+    placement = all_at_owner("h", 6, 2).with_module(away(whole_layers(0, 2)))
     assert spans(layer_runs(placement)) == [(2, 3), (5, 6), (2, 4), (4, 6)]
 
 
 def test_layers_that_lack_a_head_do_not_move_as_a_whole():
-    placement = all_home("h", 6, 2).with_module(away(heads_of(0, 4, (1,))))
+    placement = all_at_owner("h", 6, 2).with_module(away(heads_of(0, 4, (1,))))
     assert spans(layer_runs(placement)) == [(4, 5), (5, 6), (4, 6)]
 
 
 def test_head_groups_are_of_all_layers_or_the_later_half_and_leave_one_head():
-    groups = head_groups(all_home("h", 4, 3))
+    groups = head_groups(all_at_owner("h", 4, 3))
     assert {(one.first_layer, one.kv_heads) for one in groups} == {
         (0, (2,)), (0, (1, 2)), (2, (2,)), (2, (1, 2)),
     }  # fmt: skip
-    assert head_groups(all_home("h", 4, 1)) == []
+    assert head_groups(all_at_owner("h", 4, 1)) == []
 
 
 def test_head_groups_that_keep_layers_whole_are_of_the_later_half_of_those():
     def starts(placement: Placement) -> set[tuple[int, int]]:
         return set(spans(head_groups(placement, keeps_layers=True)))
 
-    assert starts(all_home("h", 8, 3)) == {(4, 8)}
-    assert starts(all_home("h", 8, 3).with_module(away(heads_of(4, 8, (2,))))) == {(2, 4), (4, 8), (6, 8)}
-    assert starts(all_home("h", 1, 3)) == set()
+    assert starts(all_at_owner("h", 8, 3)) == {(4, 8)}
+    assert starts(all_at_owner("h", 8, 3).with_module(away(heads_of(4, 8, (2,))))) == {(2, 4), (4, 8), (6, 8)}
+    assert starts(all_at_owner("h", 1, 3)) == set()
 
 
 def test_of_many_heads_not_every_count_is_a_candidate():
-    counts = {len(one.kv_heads) for one in head_groups(all_home("h", 4, 32))}
+    counts = {len(one.kv_heads) for one in head_groups(all_at_owner("h", 4, 32))}
     assert counts == {1, 2, 3, 4, 5, 6, 7, 8, 16}
 
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
     """What candidates themselves have made of an instance."""
-    placement = all_home("h", draw(st.integers(1, 12)), draw(st.integers(1, 5)))
+    placement = all_at_owner("h", draw(st.integers(1, 12)), draw(st.integers(1, 5)))
     for number in range(draw(st.integers(0, 4))):
         found = layer_runs(placement) + head_groups(placement)
         if found:
@@ -143,9 +143,9 @@ def test_heads_leave_only_where_own_sequences_fill_more_than_the_pressure(
 
 
 def test_no_heads_go_to_a_worker_whose_own_modules_are_here():
-    guest = device("b", placement=all_home("b", 30, 3).with_module(away(whole_layers(0, 2), "a")))
+    guest = device("b", placement=all_at_owner("b", 30, 3).with_module(away(whole_layers(0, 2), "a")))
     assert not leaving(device("a"), guest, FULL, gap=0.2)
-    elsewhere = device("b", placement=all_home("b", 30, 3).with_module(away(whole_layers(0, 2), "c")))
+    elsewhere = device("b", placement=all_at_owner("b", 30, 3).with_module(away(whole_layers(0, 2), "c")))
     assert leaving(device("a"), elsewhere, FULL, gap=0.2)
 
 
@@ -164,16 +164,16 @@ def test_each_kind_can_be_switched_off():
 
 
 def test_a_model_with_one_kv_head_lends_blocks_where_memory_is_short():
-    home = device("home", placement=all_home("home", 30, 1))
+    home = device("home", placement=all_at_owner("home", 30, 1))
     moves = leaving(home, device("host"), FULL, gap=0.2)
     assert [one.module.kind for one in moves] == [ModuleKind.TOKENS]
-    lent = home.placement.with_module(away(lent_blocks(30)))
+    lent = home.placement.with_module(away(remote_blocks(30)))
     there = device("home", placement=lent)
     assert not leaving(there, device("host"), FULL, gap=0.9)
 
 
 def test_only_what_may_be_given_back_comes_home_and_from_its_host():
-    placement = all_home("home", 30, 3).with_module(away(whole_layers(0, 2), move_id="mine"))
+    placement = all_at_owner("home", 30, 3).with_module(away(whole_layers(0, 2), move_id="mine"))
     placement = placement.with_module(away(whole_layers(2, 4), move_id="manual"))
     home = device("home", placement=placement)
     found = list(inbound(home, device("host"), frozenset({"mine"})))
@@ -182,7 +182,7 @@ def test_only_what_may_be_given_back_comes_home_and_from_its_host():
 
 
 def test_only_workers_that_host_nothing_and_have_everything_flip_and_never_the_last():
-    busy = device("d0", placement=all_home("d0", 30, 3).with_module(away(whole_layers(0, 2), "p1")))
+    busy = device("d0", placement=all_at_owner("d0", 30, 3).with_module(away(whole_layers(0, 2), "p1")))
     view = (device("p0", Role.PREFILL), device("p1", Role.PREFILL), busy)
     assert list(role_flips(view)) == [Flip("p0", Role.DECODE)]
     hosting = device("d1", hosted_bytes=5)
@@ -194,5 +194,5 @@ def test_moves_in_words():
     assert module_in_words(whole_layers(20, 30)) == "layers 20-29"
     assert module_in_words(whole_layers(3, 4)) == "layer 3"
     assert module_in_words(heads_of(0, 30, (1, 2))) == "KV heads 1, 2 of layers 0-29"
-    assert module_in_words(lent_blocks(SHAPE.num_layers)) == "lent blocks"
+    assert module_in_words(remote_blocks(SHAPE.num_layers)) == "lent blocks"
     assert change_in_words(Flip("w", Role.DECODE)) == "flip to decode"

@@ -17,22 +17,22 @@ from libs.balancing.device_model import (
 from libs.balancing.settings import BalancingSettings
 from libs.balancing.state import LoopState, observe
 from libs.balancing.view import Inbound, Load, MeshView, Outbound
-from libs.placement.module import heads_of, lent_blocks, whole_layers
-from libs.placement.phases import new_move_id
-from libs.placement.placement import Placed, all_home
+from libs.placement.migration import new_move_id
+from libs.placement.module import heads_of, remote_blocks, whole_layers
+from libs.placement.placement import PlacedModule, all_at_owner
 
 SHARE = st.floats(0.0, 1.0)
 
 
 def with_away(worker, *placed, **facts):
-    placement = all_home(worker, SHAPE.num_layers, SHAPE.num_kv_heads)
+    placement = all_at_owner(worker, SHAPE.num_layers, SHAPE.num_kv_heads)
     for one in placed:
         placement = placement.with_module(one)
     return device(worker, placement=placement, **facts)
 
 
 def away(module, num_blocks=NUM_BLOCKS, move_id="m", **facts):
-    return Placed(move_id=move_id, module=module, worker="host", num_blocks=num_blocks, **facts)
+    return PlacedModule(move_id=move_id, module=module, worker="host", num_blocks=num_blocks, **facts)
 
 
 def test_compute_is_what_is_busy_of_the_share_that_a_device_has():
@@ -92,7 +92,7 @@ def test_blocks_shrink_by_what_is_away_and_more_of_them_fit():
     assert capacity(home, home.placement, MEMORY_BYTES) == pytest.approx(1.5 * NUM_BLOCKS, abs=2)
     granted = with_away("home", away(heads_of(0, 30, (2,)), num_blocks=NUM_BLOCKS + 7))
     assert capacity(granted, granted.placement, MEMORY_BYTES) == NUM_BLOCKS + 7
-    lent = with_away("home", away(lent_blocks(30), num_blocks=40))
+    lent = with_away("home", away(remote_blocks(30), num_blocks=40))
     assert capacity(lent, lent.placement, MEMORY_BYTES) == NUM_BLOCKS + 40
 
 

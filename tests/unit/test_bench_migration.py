@@ -5,7 +5,7 @@ import pytest
 
 from libs.cost.migration import ModelShape
 from libs.placement.module import ModuleKind
-from libs.placement.placement import all_home, check_module
+from libs.placement.placement import all_at_owner, check_module
 from tests.bench.migration import (
     Arrivals,
     Watched,
@@ -57,7 +57,7 @@ def test_a_stream_to_which_nothing_came_is_no_short_gap() -> None:
 def test_each_case_is_one_that_the_instance_can_make() -> None:
     assert list(CASES) == ["1 of 3 KV heads", "2 of 3 KV heads", "10 layers, offload", "10 layers, migrate"]
     for case in CASES.values():
-        check_module(all_home("owner", 30, 3), case.module)
+        check_module(all_at_owner("owner", 30, 3), case.module)
         assert case.max_steps == (3.0 if case.module.kind is ModuleKind.HEADS else 5.0)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.bus.messages.migration import Rounds
-from libs.placement.phases import MovePhase
+from libs.placement.migration import MigrationPhase
 from services.cli.__main__ import main
 from services.cli.admin_key import find_admin_key
 from services.cli.arguments import BadCommand, move_asked, new_parser
@@ -294,12 +294,14 @@ def test_a_move_is_followed_through_its_phases_each_told_once() -> None:
     out = io.StringIO()
     reserved = {"reserving": 0.02}
     course = Course(
-        record(MovePhase.PLANNED),
-        record(MovePhase.COPYING, phase_seconds=reserved),
-        record(MovePhase.COPYING, phase_seconds=reserved, num_kv_bytes=1 << 20),
-        record(MovePhase.ROLLING_BACK, phase_seconds={**reserved, "copying": 1.5}),
+        record(MigrationPhase.PLANNED),
+        record(MigrationPhase.COPYING, phase_seconds=reserved),
+        record(MigrationPhase.COPYING, phase_seconds=reserved, num_kv_bytes=1 << 20),
+        record(MigrationPhase.ROLLING_BACK, phase_seconds={**reserved, "copying": 1.5}),
         record(
-            MovePhase.FAILED, phase_seconds={**reserved, "copying": 1.5, "rolling_back": 0.1}, error="lost"
+            MigrationPhase.FAILED,
+            phase_seconds={**reserved, "copying": 1.5, "rolling_back": 0.1},
+            error="lost",
         ),
     )
     last = follow_move(course, "m1", out=out, pause=pauses.append)  # type: ignore[arg-type]  # it asks for moves alone

@@ -5,12 +5,12 @@ import pytest
 from balancing_plant import SHAPE
 
 from libs.balancing.view import DeviceSnapshot, Role, RoundReport
-from libs.bus.messages.migration import PlacementTold
+from libs.bus.messages.migration import PlacementUpdate
 from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, ServiceState
 from libs.config.errors import BadSetting
 from libs.cost.load import WorkerLoad
 from libs.mesh.cluster_state import ClusterState
-from libs.placement.placement import all_home
+from libs.placement.placement import all_at_owner
 from libs.runtime.roster import Roster
 from services.migration_coordinator.devices import view_of
 from services.migration_coordinator.rounds import MAX_ANSWER_BYTES, RoundLog
@@ -111,7 +111,7 @@ def test_only_workers_of_whom_all_is_known_and_fresh_are_seen():
     for worker in ("a1", "b1", "c1", "d1", "e1", "stranger"):
         heard(cluster, worker, 10.0)
         if worker != "d1":
-            cluster.hear_placement(PlacementTold(placement=all_home(worker, 30, 3)), 10.0)
+            cluster.hear_placement(PlacementUpdate(placement=all_at_owner(worker, 30, 3)), 10.0)
     assert [one.worker for one in view_of(cluster, 12.0).devices] == ["a1"]
     assert view_of(cluster, 12.0).devices[0].num_least_blocks == 7
     assert view_of(cluster, 13.0).devices == ()
@@ -121,9 +121,9 @@ def test_late_reports_and_placements_of_older_epochs_change_nothing():
     cluster = cluster_of(presence("a", "a1"))
     heard(cluster, "a1", 10.0, sequence=5, num_running=5)
     heard(cluster, "a1", 10.1, sequence=4, num_running=4)
-    new = msgspec.structs.replace(all_home("a1", 30, 3), epoch=3)
-    cluster.hear_placement(PlacementTold(placement=new), 10.0)
-    cluster.hear_placement(PlacementTold(placement=all_home("a1", 30, 3)), 10.1)
+    new = msgspec.structs.replace(all_at_owner("a1", 30, 3), epoch=3)
+    cluster.hear_placement(PlacementUpdate(placement=new), 10.0)
+    cluster.hear_placement(PlacementUpdate(placement=all_at_owner("a1", 30, 3)), 10.1)
     (device,) = view_of(cluster, 10.2).devices
     assert (device.num_running, device.placement.epoch) == (5, 3)
 
@@ -132,7 +132,7 @@ def test_a_decode_worker_that_runs_prompts_is_of_both_roles():
     cluster = cluster_of(presence("a", "a1", runs_prompts=True), presence("b", "b1"))
     for worker in ("a1", "b1"):
         heard(cluster, worker, 0.0)
-        cluster.hear_placement(PlacementTold(placement=all_home(worker, 30, 3)), 0.0)
+        cluster.hear_placement(PlacementUpdate(placement=all_at_owner(worker, 30, 3)), 0.0)
     assert [one.role for one in view_of(cluster, 0.0).devices] == [Role.BOTH, Role.DECODE]
 
 

@@ -23,7 +23,7 @@ from libs.cost.migration import (
     step_overhead_seconds,
     weight_bytes,
 )
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 
 OF_13B = ModelShape(
     num_layers=40,
@@ -63,7 +63,7 @@ def shapes_and_modules(draw: st.DrawFn) -> tuple[ModelShape, Module]:
     end = draw(st.integers(first + 1, shape.num_layers - 1))
     num_heads = draw(st.integers(1, shape.num_kv_heads - 1))
     heads = heads_of(first, end, tuple(range(num_heads)))
-    return shape, draw(st.sampled_from([whole_layers(first, end), heads, lent_blocks(shape.num_layers)]))
+    return shape, draw(st.sampled_from([whole_layers(first, end), heads, remote_blocks(shape.num_layers)]))
 
 
 # Figures
@@ -93,7 +93,7 @@ def test_float32_doubles_what_travels() -> None:
 
 
 def test_lent_blocks_answer_in_float32_with_a_log_sum_exp_per_row() -> None:
-    out, back = step_bytes(GROUPED, lent_blocks(40), 3)
+    out, back = step_bytes(GROUPED, remote_blocks(40), 3)
     assert out == 2 * 3 * 128 * (40 + 2 * 8)
     assert back == 4 * 3 * 40 * 129
 
@@ -109,7 +109,7 @@ def test_moving_a_layer_takes_weights_and_kv_over_the_rate_and_the_synchronisati
 
 def test_only_whole_layers_bring_weights() -> None:
     assert weight_bytes(OF_13B, heads_of(0, 4, (0,)), with_weights=True) == 0
-    assert weight_bytes(OF_13B, lent_blocks(40), with_weights=True) == 0
+    assert weight_bytes(OF_13B, remote_blocks(40), with_weights=True) == 0
 
 
 def test_remote_attention_hides_behind_the_homes_own() -> None:
@@ -224,7 +224,7 @@ def test_kv_of_a_module_is_a_part_of_its_layers(cut: tuple[ModelShape, Module], 
     layers = whole_layers(module.first_layer, module.end_layer)
     assert kv_bytes(shape, module, num_blocks) <= kv_bytes(shape, layers, num_blocks)
     assert kv_bytes(shape, layers, num_blocks) <= num_blocks * shape.block_bytes
-    assert kv_bytes(shape, lent_blocks(shape.num_layers), num_blocks) == num_blocks * shape.block_bytes
+    assert kv_bytes(shape, remote_blocks(shape.num_layers), num_blocks) == num_blocks * shape.block_bytes
 
 
 @given(shapes, tokens)

@@ -6,7 +6,7 @@ import pytest
 from engine_moves import Mesh, begin, check_baseline, core_of, drain, generation, model_of, prompt_of
 
 from libs.model.layer import layer_bytes
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 from libs.request.generation import Generation
 
 SHAPES = ("gqa", "mha", "qk_norm")
@@ -62,7 +62,7 @@ def test_tokens_do_not_change_when_blocks_are_lent_and_given_back(shape: str) ->
 
     def between(number: int) -> None:
         if number % 4 == 1:
-            mesh.away(lent_blocks(4), f"m{number}", lent=40)
+            mesh.away(remote_blocks(4), f"m{number}", lent=40)
         elif number % 4 == 0 and number:
             mesh.back(f"m{number - 3}")
 
@@ -167,7 +167,7 @@ def test_prompts_in_chunks_see_blocks_that_are_lent() -> None:
 
     def between(number: int) -> None:
         if number == 1:
-            mesh.away(lent_blocks(4), "lent", lent=60)
+            mesh.away(remote_blocks(4), "lent", lent=60)
 
     assert run(mesh, between) == expected
     assert mesh.hosts["host"].hosted.hosted()[0].num_blocks == 60
@@ -183,7 +183,7 @@ def test_capacity_is_what_the_memory_holds_of_smaller_blocks_and_the_host_grante
     assert layers.num_blocks_after == 120 * 4
     assert mesh.home.load().num_blocks == 480
     mesh.back("layers")
-    lent = mesh.away(lent_blocks(4), "lent", lent=7)
+    lent = mesh.away(remote_blocks(4), "lent", lent=7)
     assert lent.num_blocks_after == 127
     assert mesh.back("lent").num_blocks_after == 120
 

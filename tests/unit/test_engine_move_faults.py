@@ -23,7 +23,7 @@ from libs.engine.memory.pool import BlockLayout, Pool
 from libs.engine.meter import Meter
 from libs.engine.migration.kv_copy import InboundCopy
 from libs.placement.module import heads_of, whole_layers
-from libs.placement.placement import Placed
+from libs.placement.placement import PlacedModule
 
 SLOTS = ((0, 0), (1, 0))
 
@@ -54,7 +54,7 @@ def coming_home(live: list[int]) -> tuple[Pool, Slow, InboundCopy]:
     pool = Pool(BlockLayout(SLOTS, SIZE, 4, torch.float32), 12, torch.device("cpu"))
     host, hosts = Slow(), Hosts(result_now, Meter())
     hosts.add(host)
-    placed = Placed(move_id="m", module=whole_layers(1, 2), worker="host", num_blocks=12)
+    placed = PlacedModule(move_id="m", module=whole_layers(1, 2), worker="host", num_blocks=12)
     return pool, host, InboundCopy(pool, hosts, placed, live, 1)
 
 
@@ -136,7 +136,7 @@ def test_a_second_module_with_fewer_blocks_does_not_break_the_first() -> None:
         mesh.home.sequences.abort(f"s{one}")
     host = mesh.hosts["host"]
     granted = host.hosted.open("home", "b", heads_of(0, 4, (2,)), num_blocks_wanted=40, num_blocks_least=1)
-    placed = Placed(move_id="b", module=heads_of(0, 4, (2,)), worker="host", num_blocks=granted)
+    placed = PlacedModule(move_id="b", module=heads_of(0, 4, (2,)), worker="host", num_blocks=granted)
     before = mesh.home.sequences.by_id["s3"].blocks
     assert max(before) >= granted
     mesh.home.migrator.begin(placed, mesh.host("host"), None)
@@ -164,7 +164,7 @@ def test_blocks_that_came_free_while_a_move_could_not_have_them_are_there_after_
     mesh.home.hosted.open("guest", "theirs", heads_of(0, 4, (0,)), num_blocks_wanted=60, num_blocks_least=1)
     assert mesh.home.load().num_blocks == 100
     mesh.place(heads_of(0, 4, (1,)), "m")
-    placed = Placed(move_id="m", module=heads_of(0, 4, (1,)), worker="host", num_blocks=100)
+    placed = PlacedModule(move_id="m", module=heads_of(0, 4, (1,)), worker="host", num_blocks=100)
     mesh.home.migrator.begin(placed, mesh.host("host"), None)
     mesh.home.hosted.close("guest", "theirs")
     assert mesh.home.load().num_blocks == 100  # more than that the host does not hold

@@ -10,7 +10,7 @@ from engine_moves import Mesh, Told, begin, check_baseline, core_of, drain, gene
 from libs.engine.errors import MoveRefused
 from libs.engine.hosting.port import HostLost
 from libs.engine.outputs import CopyProgress
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 from libs.request.generation import Generation
 
 MODULES = {
@@ -18,7 +18,7 @@ MODULES = {
     "last layers": whole_layers(2, 4),
     "a head": heads_of(0, 4, (1,)),
     "heads of some layers": heads_of(1, 3, (0, 2)),
-    "lent blocks": lent_blocks(4),
+    "lent blocks": remote_blocks(4),
 }
 LENGTHS = (150, 9, 131, 60)
 

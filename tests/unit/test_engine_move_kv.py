@@ -22,15 +22,15 @@ from libs.engine.errors import MoveRefused, NotYet
 from libs.engine.hosting.calls import HostedCall, WriteBlocks
 from libs.engine.hosting.port import Answer, Host
 from libs.engine.outputs import LayerOutput, TokenOutput
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
-from libs.placement.placement import BadPlacement, Placed
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
+from libs.placement.placement import BadPlacement, PlacedModule
 
 MODULES = {
     "first layers": whole_layers(0, 2),
     "last layers": whole_layers(2, 4),
     "a head": heads_of(0, 4, (1,)),
     "heads of some layers": heads_of(1, 3, (0, 2)),
-    "lent blocks": lent_blocks(4),
+    "lent blocks": remote_blocks(4),
 }
 each_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES.keys())
 PROMPT = prompt_of(61)
@@ -284,12 +284,12 @@ def test_a_way_home_waits_while_reserved_sequences_hold_more_than_fits() -> None
 def test_moves_that_cannot_be_are_refused_and_change_nothing() -> None:
     mesh = Mesh(core_of(model_of("gqa")))
     placed = mesh.place(heads_of(0, 4, (1,)), "few")
-    refused = Placed(move_id="few", module=placed.module, worker="host", num_blocks=31)
+    refused = PlacedModule(move_id="few", module=placed.module, worker="host", num_blocks=31)
     begin = mesh.home.migrator.begin
     host = mesh.host("host")
     with pytest.raises(MoveRefused, match="31 blocks; a sequence needs 32"):
         begin(refused, host, None)
-    all_layers = Placed(move_id="all", module=whole_layers(0, 4), worker="host", num_blocks=400)
+    all_layers = PlacedModule(move_id="all", module=whole_layers(0, 4), worker="host", num_blocks=400)
     with pytest.raises(BadPlacement, match="at least one"):
         begin(all_layers, host, None)
     with pytest.raises(MoveRefused, match="no module"):
@@ -303,7 +303,7 @@ def test_moves_that_cannot_be_are_refused_and_change_nothing() -> None:
 def test_a_host_with_fewer_blocks_than_home_limits_the_blocks_until_the_move_ends() -> None:
     mesh = Mesh(core_of(model_of("gqa"), num_blocks=100))
     mesh.place(heads_of(0, 4, (1,)), "m")
-    placed = Placed(move_id="m", module=heads_of(0, 4, (1,)), worker="host", num_blocks=50)
+    placed = PlacedModule(move_id="m", module=heads_of(0, 4, (1,)), worker="host", num_blocks=50)
     mesh.home.migrator.begin(placed, mesh.host("host"), None)
     assert mesh.home.load().num_blocks == 50
     mesh.home.migrator.cancel("m")

@@ -18,14 +18,14 @@ from engine_moves import (
 from libs.engine.errors import MoveRefused
 from libs.engine.hosting.port import HostLost
 from libs.engine.outputs import LayerOutput
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 from libs.placement.placement import Placement
 
 MODULES = {
     "layers": whole_layers(1, 3),
     "last layers": whole_layers(3, 4),
     "heads": heads_of(0, 4, (1, 2)),
-    "lent blocks": lent_blocks(4),
+    "lent blocks": remote_blocks(4),
 }
 each_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES.keys())
 PROMPT = prompt_of(61)
@@ -72,7 +72,7 @@ def test_a_prompt_that_is_handed_over_leaves_once_or_fails(module: Module) -> No
         core = core_of(model_of("gqa"), num_blocks=34, max_num_batched_tokens=24, on_layers=heard.extend)
         mesh = Mesh(core)
         mesh.away(module, "m", lent=40)
-        if module.kind is lent_blocks(4).kind:
+        if module.kind is remote_blocks(4).kind:
             assert core.sequences.reserve(
                 generation(prompt_of(28 * SIZE), "holds"), "holds", whole_prompt=True
             )

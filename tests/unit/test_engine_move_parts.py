@@ -19,7 +19,7 @@ from libs.engine.meter import Meter
 from libs.engine.migration import layout
 from libs.engine.migration.kv_copy import DirtyBlocks, Staging
 from libs.placement.module import heads_of, whole_layers
-from libs.placement.placement import Placed
+from libs.placement.placement import PlacedModule
 
 BLOCKS = st.sets(st.integers(0, 9), max_size=6)
 
@@ -240,6 +240,8 @@ def test_a_move_is_named_by_its_own_id() -> None:
     mesh.home.migrator.cancel("other")
     assert mesh.home.migrator.is_under_way
     assert (
-        mesh.home.migrator.layout.capacity_with(Placed(move_id="n", module=whole_layers(0, 2), worker="host"))
+        mesh.home.migrator.layout.capacity_with(
+            PlacedModule(move_id="n", module=whole_layers(0, 2), worker="host")
+        )
         == 2 * 120
     )

@@ -21,11 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from libs.bus.messages.migration import PlacementTold
+from libs.bus.messages.migration import PlacementUpdate
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.mesh.cluster_state import ClusterState
-from libs.placement.module import heads_of, lent_blocks, module_in_words, whole_layers
-from libs.placement.placement import BadPlacement, Placement, all_home
+from libs.placement.module import heads_of, module_in_words, remote_blocks, whole_layers
+from libs.placement.placement import BadPlacement, Placement, all_at_owner
 from libs.runtime.roster import Roster
 from services.gateway.api.auth import AdminKey, is_admin_call
 from services.gateway.api.errors import BadRequest, Forbidden, Unauthorized
@@ -40,7 +40,7 @@ from services.gateway.mesh.placement_view import move_document, placement_docume
         (whole_layers(7, 8), "layer 7"),
         (heads_of(0, 30, (1,)), "KV head 1 of layers 0-29"),
         (heads_of(3, 4, (0, 2)), "KV heads 0, 2 of layer 3"),
-        (lent_blocks(30), "lent blocks"),
+        (remote_blocks(30), "lent blocks"),
     ],
 )
 def test_modules_have_words(module: Any, words: str) -> None:
@@ -53,7 +53,7 @@ def test_modules_have_words(module: Any, words: str) -> None:
         ({}, "offload"),
         ({"with_weights": True}, "migrate"),
         ({"module": heads_of(0, 1, (0,))}, "heads"),
-        ({"module": lent_blocks(30)}, "tokens"),
+        ({"module": remote_blocks(30)}, "tokens"),
         ({"is_return": True, "with_weights": True}, "return"),
     ],
 )
@@ -79,7 +79,9 @@ def presence(name: str = "decode-0", incarnation: str = DECODE) -> Presence:
     )
 
 
-def cluster_of(*updates: PlacementTold, workers: tuple[Presence, ...] = (), now: float = 0.0) -> ClusterState:
+def cluster_of(
+    *updates: PlacementUpdate, workers: tuple[Presence, ...] = (), now: float = 0.0
+) -> ClusterState:
     roster = Roster()
     for worker in workers or (presence(),):
         roster.seen(worker, 0.0)
@@ -97,7 +99,7 @@ def modules() -> st.SearchStrategy[Any]:
 
 
 def placement_of(parts: list[Any]) -> Placement:
-    placement = all_home(DECODE, NUM_LAYERS, NUM_HEADS)
+    placement = all_at_owner(DECODE, NUM_LAYERS, NUM_HEADS)
     for number, module in enumerate(parts):
         try:
             placement = placement.with_module(placed(module, f"w{number % 3}", f"m{number}"))
@@ -132,7 +134,7 @@ def test_the_document_tells_the_holder_of_every_layer_and_head(parts: list[Any])
         (at_home(), 10, 10 * 900),
         (LAYERS_AWAY, 15, 15 * 600),
         (HEADS_AWAY, 15, 15 * 600),
-        (at_home().with_module(placed(lent_blocks(NUM_LAYERS), num_blocks=5)), 15, 10 * 900),
+        (at_home().with_module(placed(remote_blocks(NUM_LAYERS), num_blocks=5)), 15, 10 * 900),
     ],
     ids=["all at home", "a third of the layers away", "one of three heads away", "five blocks lent"],
 )
@@ -148,7 +150,7 @@ def test_own_bytes_are_those_of_what_lies_at_home_and_guests_count_apart(
 
 
 def test_lent_blocks_and_a_load_that_is_not_told_yet() -> None:
-    update = told(at_home().with_module(placed(lent_blocks(NUM_LAYERS), num_blocks=70)))
+    update = told(at_home().with_module(placed(remote_blocks(NUM_LAYERS), num_blocks=70)))
     (instance,) = placement_document(cluster_of(update), 0.0)
     assert [(one["worker"], one["num_blocks"]) for one in instance["lent"]] == [(PREFILL, 70)]
     assert instance["capacity"]["num_blocks"] == 0

@@ -19,7 +19,7 @@ from libs.engine.hosting.calls import (
     WriteBlocks,
 )
 from libs.model.model import Layer
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 
 TABLES = [[3, 1, 5], [7, 2, 9], [11, 20, 23]]
 STEPS = [[5, 0, 17], [3, 9, 1], [1, 1, 1], [1, 6, 2], [1, 0, 1]]
@@ -113,8 +113,8 @@ def test_lent_blocks_and_the_blocks_at_home_together_attend_like_all(name: str) 
     first_lent = 9
     home = Home(model, [[3, 11, 1], [9, 2, 20], [23, 4, 12]])
     host, rest = HostScene(model), HostScene(model)
-    open_at(host, lent_blocks(4))
-    open_at(rest, lent_blocks(4))
+    open_at(host, remote_blocks(4))
+    open_at(rest, remote_blocks(4))
     for num_new in ([5, 0, 17], [9, 9, 1], [1, 1, 1], [1, 8, 2], [1, 0, 1]):
         begun = home.step(num_new)
         host.put(begun)
@@ -139,7 +139,7 @@ def mirrored_step(begun: BeginStep, first_lent: int) -> BeginStep:
 def test_queries_that_see_no_lent_block_say_so() -> None:
     model = MODELS["gqa"]
     host, home = HostScene(model), Home(model, [[1, 12, 3]])
-    open_at(host, lent_blocks(4))
+    open_at(host, remote_blocks(4))
     host.put(home.step([12]))
     q, k, v = home.qkv[0]
     lse = host.ask(AttendLent("m", 0, 12, q, k, v))[..., -1]
@@ -181,7 +181,7 @@ def test_what_is_hosted_can_be_told_over_the_bus() -> None:
     host = HostScene(MODELS["gqa"])
     open_at(host, whole_layers(1, 3))
     (told,) = host.modules.hosted()
-    assert (told.home, told.move_id, told.module, told.num_blocks) == (
+    assert (told.owner, told.move_id, told.module, told.num_blocks) == (
         "home",
         "m",
         whole_layers(1, 3),

@@ -21,7 +21,7 @@ from libs.engine.hosting.calls import (
     WriteBlocks,
 )
 from libs.engine.hosting.port import HostLost
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 
 MODEL = MODELS["gqa"]
 KV = torch.zeros(1, 6, 2, 8, 16)
@@ -114,7 +114,7 @@ def test_a_step_beyond_the_blocks_of_a_module_is_refused_when_it_runs() -> None:
 
 def test_a_step_beyond_the_lent_blocks_is_refused() -> None:
     host, home = HostScene(MODEL), Home(MODEL, [[30, 1]], num_blocks=40)
-    opened(host, lent_blocks(4))
+    opened(host, remote_blocks(4))
     host.put(home.step([9]))
     with pytest.raises(HostLost, match="24 are lent"):
         host.ask(AttendLent("m", 0, 2, *home.qkv[0]))
@@ -128,7 +128,7 @@ def test_nothing_runs_before_a_step_was_begun(kind: str) -> None:
     calls: dict[str, tuple[Module, HostedCall]] = {
         "layers": (whole_layers(1, 3), RunLayers("m", hidden)),
         "heads": (heads_of(1, 3, (0,)), Attend("m", 1, q[:, :2], k[:, :1], v[:, :1])),
-        "tokens": (lent_blocks(4), AttendLent("m", 1, 0, q, k, v)),
+        "tokens": (remote_blocks(4), AttendLent("m", 1, 0, q, k, v)),
     }
     module, call = calls[kind]
     opened(host, module)
@@ -159,7 +159,7 @@ def test_a_guest_that_has_nothing_here_is_answered() -> None:
         (whole_layers(3, 3), "no run"),
         (heads_of(0, 4, (3,)), "KV heads"),
         (heads_of(0, 4, (0, 1, 2)), "all KV heads"),
-        (lent_blocks(3), "all 4 layers"),
+        (remote_blocks(3), "all 4 layers"),
     ],
 )
 def test_a_module_that_the_model_does_not_have_is_refused(module: Module, why: str) -> None:

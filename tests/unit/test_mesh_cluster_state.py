@@ -6,8 +6,8 @@ from libs.bus.messages.presence import LoadReport, Presence, ServiceKind, Servic
 from libs.cost.load import WorkerLoad
 from libs.mesh.cluster_state import ClusterState
 from libs.mesh.workers import find_worker
+from libs.placement.migration import MigrationPhase
 from libs.placement.module import whole_layers
-from libs.placement.phases import MovePhase
 from libs.runtime.roster import Roster
 
 
@@ -57,7 +57,7 @@ def test_who_departs_is_forgotten_with_all_it_was_moving() -> None:
     mesh.hear_placement(told(HEADS_AWAY, moves=(record(),)), 0.0)
     assert [(owner.incarnation, one.move_id) for owner, one in mesh.modules_away()] == [(DECODE, "h1")]
     change = mesh.roster.deleted(DECODE)
-    assert [one.phase for one in mesh.roster_changed(change, 1.0)] == [MovePhase.FAILED]
+    assert [one.phase for one in mesh.roster_changed(change, 1.0)] == [MigrationPhase.FAILED]
     assert mesh.loads.get(DECODE) is None
     assert mesh.placement(DECODE) is None
     assert mesh.modules_away() == []

@@ -8,18 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.mesh.migrations import MAX_HISTORY, Migrations
-from libs.placement.phases import MovePhase, is_over
+from libs.placement.migration import MigrationPhase, is_over
 
 COURSES = [
-    [MovePhase.PLANNED, MovePhase.RESERVING, MovePhase.COPYING, MovePhase.CATCHING_UP, MovePhase.SWITCHING,
-     MovePhase.RELEASING, MovePhase.DONE],
-    [MovePhase.PLANNED, MovePhase.RESERVING, MovePhase.COPYING, MovePhase.ROLLING_BACK, MovePhase.FAILED],
+    [MigrationPhase.PLANNED, MigrationPhase.RESERVING, MigrationPhase.COPYING, MigrationPhase.CATCHING_UP,
+     MigrationPhase.SWITCHING, MigrationPhase.RELEASING, MigrationPhase.DONE],
+    [MigrationPhase.PLANNED, MigrationPhase.RESERVING, MigrationPhase.COPYING, MigrationPhase.ROLLING_BACK,
+     MigrationPhase.FAILED],
 ]  # fmt: skip
 
 
 @given(st.sampled_from(COURSES), st.data())
 def test_in_whatever_order_phases_come_the_last_one_stays(
-    course: list[MovePhase], data: st.DataObject
+    course: list[MigrationPhase], data: st.DataObject
 ) -> None:
     history = Migrations()
     for phase in data.draw(st.permutations(course)):
@@ -31,12 +32,12 @@ def test_an_owner_that_was_thought_to_be_gone_has_the_last_word_on_how_it_ended(
     history = Migrations()
     history.hear(record(), 1000.0)
     assert [one.error for one in history.owner_departed(DECODE, 1002.0)] == ["its home left the mesh"]
-    assert not history.hear(record(MovePhase.SWITCHING), 1003.0)  # late
-    assert [one.phase for one in history.newest_first()] == [MovePhase.FAILED]
+    assert not history.hear(record(MigrationPhase.SWITCHING), 1003.0)  # late
+    assert [one.phase for one in history.newest_first()] == [MigrationPhase.FAILED]
     assert history.hear(done(), 1004.0)
-    assert not history.hear(record(MovePhase.RELEASING), 1005.0)
-    assert not history.hear(record(MovePhase.ROLLING_BACK), 1005.0)
-    assert [one.phase for one in history.newest_first()] == [MovePhase.DONE]
+    assert not history.hear(record(MigrationPhase.RELEASING), 1005.0)
+    assert not history.hear(record(MigrationPhase.ROLLING_BACK), 1005.0)
+    assert [one.phase for one in history.newest_first()] == [MigrationPhase.DONE]
 
 
 def test_figures_within_a_phase_are_news() -> None:
@@ -48,13 +49,13 @@ def test_figures_within_a_phase_are_news() -> None:
 
 def test_what_its_owner_does_not_tell_of_ends_after_a_while() -> None:
     history = Migrations()
-    history.hear(record(MovePhase.PLANNED), 0.0)
+    history.hear(record(MigrationPhase.PLANNED), 0.0)
     assert not history.hear_owner(DECODE, (), 2.0)
     assert not history.hear_owner(PREFILL, (), 9.0)
     assert history.hear_owner(DECODE, (), 4.0)
     (lost,) = history.newest_first()
     assert (lost.phase, lost.error, lost.ended_unix_seconds) == (
-        MovePhase.FAILED,
+        MigrationPhase.FAILED,
         "its home worker does not know it",
         4.0,
     )
@@ -62,7 +63,7 @@ def test_what_its_owner_does_not_tell_of_ends_after_a_while() -> None:
 
 def test_what_was_denied_never_was() -> None:
     history = Migrations()
-    history.hear(record(MovePhase.PLANNED), 0.0)
+    history.hear(record(MigrationPhase.PLANNED), 0.0)
     history.withdraw("m1")
     history.withdraw("never")
     assert history.newest_first() == []
@@ -75,9 +76,9 @@ def test_an_owner_that_left_moves_nothing_any_more() -> None:
     history.owner_departed(DECODE, 2000.0)
     phases = {one.move_id: (one.phase, one.ended_unix_seconds) for one in history.newest_first()}
     assert phases == {
-        "m1": (MovePhase.FAILED, 2000.0),
-        "m2": (MovePhase.COPYING, 0.0),
-        "m0": (MovePhase.DONE, 1001.5),
+        "m1": (MigrationPhase.FAILED, 2000.0),
+        "m2": (MigrationPhase.COPYING, 0.0),
+        "m0": (MigrationPhase.DONE, 1001.5),
     }
 
 
@@ -106,7 +107,7 @@ def test_the_history_is_bounded_and_none_under_way_is_forgotten(told: list[tuple
         history = Migrations()
         under_way: set[str] = set()
         for number, ends in told:
-            name, phase = f"m{number}", MovePhase.DONE if ends else MovePhase.COPYING
+            name, phase = f"m{number}", MigrationPhase.DONE if ends else MigrationPhase.COPYING
             facts: dict[str, Any] = dict.fromkeys(
                 ("started_unix_seconds", "ended_unix_seconds"), float(number)
             )

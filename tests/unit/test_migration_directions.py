@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from libs.engine.migration.live_migration import LiveMigration
 from libs.placement.module import whole_layers
-from libs.placement.placement import Placed
+from libs.placement.placement import PlacedModule
 from libs.worker.migration.owner.directions import Inbound
 
 
@@ -29,7 +29,7 @@ async def nothing(num_bytes: int) -> None: ...
 
 
 def way(home: LateHome) -> Inbound:
-    placed = Placed(move_id="m", module=whole_layers(0, 1), worker="host")
+    placed = PlacedModule(move_id="m", module=whole_layers(0, 1), worker="host")
     return Inbound(cast("LiveMigration", home), lambda: None, placed)
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.bus.messages.migration import DenialReason, StartMove
+from libs.bus.messages.migration import DenialReason, StartMigration
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
-from libs.placement.phases import MovePhase, is_over
-from libs.placement.placement import Placed, all_home
+from libs.placement.migration import MigrationPhase, is_over
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
+from libs.placement.placement import PlacedModule, all_at_owner
 from libs.worker.migration.owner.migration import (
     FEW_BLOCKS,
     MAX_ROUNDS,
@@ -21,18 +21,18 @@ from libs.worker.migration.owner.migration import (
 )
 from libs.worker.migration.owner.orders import MigrationRejected, OrderContext, placed_by
 
-_LIVE = [phase for phase in MovePhase if not is_over(phase)]
-_BACK = MovePhase.ROLLING_BACK
+_LIVE = [phase for phase in MigrationPhase if not is_over(phase)]
+_BACK = MigrationPhase.ROLLING_BACK
 FOLLOWS = {
-    MovePhase.PLANNED: {MovePhase.RESERVING, _BACK},
-    MovePhase.RESERVING: {MovePhase.COPYING, _BACK},
-    MovePhase.COPYING: {MovePhase.CATCHING_UP, _BACK},
-    MovePhase.CATCHING_UP: {MovePhase.SWITCHING, _BACK},
-    MovePhase.SWITCHING: {MovePhase.RELEASING, _BACK},
-    MovePhase.RELEASING: {MovePhase.DONE},
-    MovePhase.ROLLING_BACK: {MovePhase.FAILED},
+    MigrationPhase.PLANNED: {MigrationPhase.RESERVING, _BACK},
+    MigrationPhase.RESERVING: {MigrationPhase.COPYING, _BACK},
+    MigrationPhase.COPYING: {MigrationPhase.CATCHING_UP, _BACK},
+    MigrationPhase.CATCHING_UP: {MigrationPhase.SWITCHING, _BACK},
+    MigrationPhase.SWITCHING: {MigrationPhase.RELEASING, _BACK},
+    MigrationPhase.RELEASING: {MigrationPhase.DONE},
+    MigrationPhase.ROLLING_BACK: {MigrationPhase.FAILED},
 }
-HOME = all_home("home-1", 6, 3)
+HOME = all_at_owner("home-1", 6, 3)
 HOST = Presence(
     kind=ServiceKind.DECODE_WORKER,
     name="decode-1",
@@ -52,7 +52,7 @@ STANDING = OrderContext(placement=HOME, fingerprint="same")
     st.integers(0, 500),
 )
 def test_every_step_is_one_that_may_follow(
-    phase: MovePhase, trouble: str, num_rounds: int, num_left: int, num_before: int
+    phase: MigrationPhase, trouble: str, num_rounds: int, num_left: int, num_before: int
 ) -> None:
     progress = Progress(
         phase=phase,
@@ -62,19 +62,19 @@ def test_every_step_is_one_that_may_follow(
         num_left_before=num_before,
     )
     then = next_phase(progress)
-    is_another_round = phase is then is MovePhase.CATCHING_UP and not trouble
+    is_another_round = phase is then is MigrationPhase.CATCHING_UP and not trouble
     assert is_another_round or then in FOLLOWS[phase]
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=MAX_ROUNDS + 2, max_size=MAX_ROUNDS + 2), st.data())
 def test_every_move_ends_whatever_happens_to_it(left: list[int], data: st.DataObject) -> None:
     fails_at = data.draw(st.none() | st.sampled_from(_LIVE))
-    progress, num_steps = Progress(phase=MovePhase.PLANNED), 0
+    progress, num_steps = Progress(phase=MigrationPhase.PLANNED), 0
     while not is_over(progress.phase):
         num_steps += 1
         assert num_steps < 30
         phase, before = next_phase(progress), progress.num_left_blocks
-        num_rounds = progress.num_rounds + (phase is MovePhase.CATCHING_UP)
+        num_rounds = progress.num_rounds + (phase is MigrationPhase.CATCHING_UP)
         progress = Progress(
             phase=phase,
             trouble="broken" if phase is fails_at or progress.trouble else "",
@@ -82,18 +82,18 @@ def test_every_move_ends_whatever_happens_to_it(left: list[int], data: st.DataOb
             num_left_blocks=left[num_rounds],
             num_left_before=before,
         )
-    gave_up = progress.trouble and fails_at not in (MovePhase.RELEASING, MovePhase.ROLLING_BACK)
-    assert progress.phase is (MovePhase.FAILED if gave_up else MovePhase.DONE)
+    gave_up = progress.trouble and fails_at not in (MigrationPhase.RELEASING, MigrationPhase.ROLLING_BACK)
+    assert progress.phase is (MigrationPhase.FAILED if gave_up else MigrationPhase.DONE)
 
 
 def caught_up(num_left: int, num_before: int, num_rounds: int = 1) -> bool:
     progress = Progress(
-        phase=MovePhase.CATCHING_UP,
+        phase=MigrationPhase.CATCHING_UP,
         num_rounds=num_rounds,
         num_left_blocks=num_left,
         num_left_before=num_before,
     )
-    return next_phase(progress) is MovePhase.SWITCHING
+    return next_phase(progress) is MigrationPhase.SWITCHING
 
 
 def test_a_move_switches_when_little_is_left_or_rounds_do_not_help() -> None:
@@ -103,7 +103,7 @@ def test_a_move_switches_when_little_is_left_or_rounds_do_not_help() -> None:
     assert caught_up(500, 1000, num_rounds=MAX_ROUNDS)
 
 
-def order(module: Module | None = None, **facts: object) -> StartMove:
+def order(module: Module | None = None, **facts: object) -> StartMigration:
     plain = {
         "move_id": "m1",
         "module": module,
@@ -111,10 +111,12 @@ def order(module: Module | None = None, **facts: object) -> StartMove:
         "expected_epoch": 0,
         "deadline_seconds": 5.0,
     }
-    return StartMove(**{**plain, **facts})  # type: ignore[arg-type]  # facts are given by name
+    return StartMigration(**{**plain, **facts})  # type: ignore[arg-type]  # facts are given by name
 
 
-def reason(asked: StartMove, standing: OrderContext = STANDING, host: Presence | None = HOST) -> DenialReason:
+def reason(
+    asked: StartMigration, standing: OrderContext = STANDING, host: Presence | None = HOST
+) -> DenialReason:
     with pytest.raises(MigrationRejected) as refused:
         placed_by(asked, standing, host)
     assert refused.value.answer.epoch == standing.placement.epoch
@@ -127,13 +129,13 @@ def present(**facts: object) -> Presence:
 
 def test_a_module_goes_where_the_order_says() -> None:
     placed = placed_by(order(whole_layers(2, 4), with_weights=True), STANDING, HOST)
-    assert placed == Placed(
-        move_id="m1", module=whole_layers(2, 4), worker="host-1", has_weights_at_home=False
+    assert placed == PlacedModule(
+        move_id="m1", module=whole_layers(2, 4), worker="host-1", has_weights_at_owner=False
     )
 
 
 def test_lent_blocks_are_as_many_as_were_asked_for() -> None:
-    assert placed_by(order(lent_blocks(6), num_blocks=9), STANDING, HOST).num_blocks == 9
+    assert placed_by(order(remote_blocks(6), num_blocks=9), STANDING, HOST).num_blocks == 9
 
 
 def test_an_order_for_another_epoch_is_stale() -> None:
@@ -188,7 +190,7 @@ def test_it_is_said_what_is_wrong_with_a_host_and_what_to_do(facts: dict[str, ob
 def test_of_what_cannot_come_home_it_is_said_what_is_away() -> None:
     with pytest.raises(MigrationRejected, match="'m7' brought away is away; nothing of this instance is"):
         placed_by(order(returned_move_id="m7"), STANDING, None)
-    away = Placed(move_id="m0", module=whole_layers(1, 3), worker="host-1", num_blocks=7)
+    away = PlacedModule(move_id="m0", module=whole_layers(1, 3), worker="host-1", num_blocks=7)
     standing = OrderContext(placement=HOME.with_module(away), fingerprint="same")
     with pytest.raises(MigrationRejected, match="what is away was brought there by m0"):
         placed_by(order(returned_move_id="m7", expected_epoch=1), standing, None)
@@ -200,7 +202,7 @@ def test_nothing_moves_to_its_own_home() -> None:
 
 def test_only_what_is_away_comes_home() -> None:
     assert reason(order(returned_move_id="m0")) is DenialReason.NOT_FOUND
-    away = Placed(move_id="m0", module=whole_layers(1, 3), worker="host-1", num_blocks=7)
+    away = PlacedModule(move_id="m0", module=whole_layers(1, 3), worker="host-1", num_blocks=7)
     standing = OrderContext(placement=HOME.with_module(away), fingerprint="same")
     assert placed_by(order(returned_move_id="m0", expected_epoch=1), standing, None) == away
 

@@ -2,16 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
-from libs.placement.phases import is_automatic, new_move_id
-from libs.placement.placement import BadPlacement, LayerRun, Placed, Placement, all_home
+from libs.placement.migration import is_automatic, new_move_id
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
+from libs.placement.placement import BadPlacement, LayerRun, PlacedModule, Placement, all_at_owner
 
 
-def placed(move_id: str, module: Module, worker: str = "b") -> Placed:
-    return Placed(move_id=move_id, module=module, worker=worker)
+def placed(move_id: str, module: Module, worker: str = "b") -> PlacedModule:
+    return PlacedModule(move_id=move_id, module=module, worker=worker)
 
 
-HOME = all_home("a", num_layers=4, num_kv_heads=3)
+HOME = all_at_owner("a", num_layers=4, num_kv_heads=3)
 
 
 def test_everything_at_home_is_one_run_of_all_layers() -> None:
@@ -34,9 +34,9 @@ def test_heads_that_left_leave_their_layers_at_home() -> None:
 
 
 def test_lent_blocks_change_no_slot() -> None:
-    moved = HOME.with_module(placed("m", lent_blocks(4)))
+    moved = HOME.with_module(placed("m", remote_blocks(4)))
     assert moved.resident_slots() == HOME.resident_slots()
-    assert [one.move_id for one in moved.lent()] == ["m"]
+    assert [one.move_id for one in moved.remote_blocks()] == ["m"]
 
 
 def test_what_came_home_is_as_before_but_for_the_epoch() -> None:
@@ -81,7 +81,7 @@ def test_of_a_run_that_is_away_it_is_said_which_layers_left_together() -> None:
 
 def test_all_moves_are_named_that_have_to_be_undone_first() -> None:
     away = HOME.with_module(placed("m", heads_of(0, 1, (0,)))).with_module(placed("n", heads_of(0, 1, (1,))))
-    for module in (heads_of(0, 1, (2,)), lent_blocks(4)):
+    for module in (heads_of(0, 1, (2,)), remote_blocks(4)):
         with pytest.raises(BadPlacement, match="first bring home what moves m, n brought away"):
             away.with_module(placed("new", module))
 
@@ -102,17 +102,17 @@ def test_a_home_keeps_a_layer() -> None:
 
 
 def test_lent_blocks_stand_alone() -> None:
-    lent = HOME.with_module(placed("m", lent_blocks(4)))
-    for module in (lent_blocks(4), whole_layers(0, 1)):
+    lent = HOME.with_module(placed("m", remote_blocks(4)))
+    for module in (remote_blocks(4), whole_layers(0, 1)):
         with pytest.raises(BadPlacement, match="home"):
             lent.with_module(placed("n", module, "c"))
     with pytest.raises(BadPlacement, match="do not mix"):
-        HOME.with_module(placed("m", whole_layers(0, 1))).with_module(placed("n", lent_blocks(4)))
+        HOME.with_module(placed("m", whole_layers(0, 1))).with_module(placed("n", remote_blocks(4)))
 
 
 def test_lent_blocks_have_all_layers() -> None:
     with pytest.raises(BadPlacement, match="all 4 layers"):
-        HOME.with_module(placed("m", lent_blocks(3)))
+        HOME.with_module(placed("m", remote_blocks(3)))
 
 
 @given(st.lists(st.floats(1.6e9, 1.9e9), unique=True, min_size=2))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.placement.module import heads_of, whole_layers
-from libs.placement.placement import Placed, all_home
+from libs.placement.placement import PlacedModule, all_at_owner
 from libs.simulator.__main__ import main
 from libs.simulator.balance_compare import compare_balancing, model_of, skewed_load
 from libs.simulator.pace import Pace
@@ -27,7 +27,7 @@ SKEWED = SimulatorSettings(
 
 
 def away(worker, module, move_id="m"):
-    return Placed(move_id=move_id, module=module, worker=worker)
+    return PlacedModule(move_id=move_id, module=module, worker=worker)
 
 
 def test_on_a_skewed_load_the_loop_brings_throughput():
@@ -99,7 +99,7 @@ def test_a_step_takes_as_long_as_its_shares_or_its_ways():
 
 
 def test_work_goes_where_the_module_is():
-    placement = all_home("a", 10, 4).with_module(away("b", whole_layers(0, 5), "m1"))
+    placement = all_at_owner("a", 10, 4).with_module(away("b", whole_layers(0, 5), "m1"))
     placement = placement.with_module(away("c", heads_of(5, 10, (3,)), "m2"))
     parts = fractions(placement, 0.2)
     assert parts == pytest.approx({"a": 0.475, "b": 0.5, "c": 0.025})
@@ -107,7 +107,7 @@ def test_work_goes_where_the_module_is():
 
 @given(st.integers(1, 9), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_what_devices_do_adds_up_to_what_the_instances_take(num_layers, busy_a, busy_b):
-    there = all_home("a", 10, 4).with_module(away("b", whole_layers(0, num_layers)))
+    there = all_at_owner("a", 10, 4).with_module(away("b", whole_layers(0, num_layers)))
     parts = {"a": fractions(there, 0.2), "b": {"b": 1.0}}
     use = device_use({"a": busy_a, "b": busy_b}, parts)
     assert sum(one.own + one.hosted for one in use.values()) == pytest.approx(busy_a + busy_b)

@@ -13,7 +13,7 @@ from libs.engine.hosting.port import Answer, Host, HostLost
 from libs.engine.memory.pool import Pool
 from libs.engine.meter import Meter
 from libs.placement.module import ModuleKind
-from libs.placement.placement import Placed, Placement
+from libs.placement.placement import PlacedModule, Placement
 
 Wait = Callable[[str, Answer], torch.Tensor]
 """Returns what this worker answers once it is there; raises HostLost."""
@@ -91,7 +91,7 @@ Int64 = NDArray[np.int64]
 class _Part:
     """What a module, or one layer of it, has of the KV that is read or written."""
 
-    placed: Placed
+    placed: PlacedModule
     layer: int | None
     rows: Int64
     """Which of the blocks."""

@@ -105,10 +105,10 @@ class Runner:
         aside are void."""
         self.model = model
         self._runs = list(self._kv.placement.layer_runs())
-        home = self._kv.placement.home
+        home = self._kv.placement.owner
         own = [layer for run in self._runs if run.worker == home and not run.move_id for layer in run.layers]
         self._attention_of = {layer: self._attention(layer) for layer in own}
-        self._num_own_blocks = self._pool.num_blocks if self._kv.placement.lent() else None
+        self._num_own_blocks = self._pool.num_blocks if self._kv.placement.remote_blocks() else None
 
     def run(self, batch: RaggedBatch, hand_overs: Rowwise[HandOver]) -> torch.Tensor | None:
         """float32 logits `[N, vocab]` of the rows that want them, None where none does.
@@ -200,7 +200,7 @@ class Runner:
         placement, config = self._kv.placement, self.model.config
         kv = self._pool.layer(layer)
         own = WholeAttention(self.attention, kv, self._scale)
-        if remote := placement.lent():
+        if remote := placement.remote_blocks():
             return RemoteBlocksAttention(self.attention, kv, self._scale, self._hosts, layer, remote[0])
         if not (away := placement.heads_away(layer)):
             return own

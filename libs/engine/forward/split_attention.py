@@ -15,7 +15,7 @@ from libs.engine.forward.ragged import StepTensors
 from libs.engine.forward.remote_kv import Hosts
 from libs.engine.hosting.calls import Attend, AttendLent
 from libs.engine.hosting.port import Answer
-from libs.placement.placement import Placed
+from libs.placement.placement import PlacedModule
 
 Attended = Callable[[], torch.Tensor]
 """Attended values `[T, Hq, head_dim]`. Raises HostLost."""
@@ -49,7 +49,7 @@ class HeadsAttention:
         own: WholeAttention,
         hosts: Hosts,
         layer: int,
-        away: Sequence[Placed],
+        away: Sequence[PlacedModule],
         *,
         num_kv_heads: int,
         num_queries_per_head: int,
@@ -102,7 +102,7 @@ class RemoteBlocksAttention:
         scale: float,
         hosts: Hosts,
         layer: int,
-        remote: Placed,
+        remote: PlacedModule,
     ) -> None:
         self._attention, self._kv, self._scale = attention, kv, scale
         self._whole = WholeAttention(attention, kv, scale)
@@ -131,7 +131,7 @@ class RemoteBlocksAttention:
 
 @dataclass(frozen=True)
 class _AwayHeads:
-    placed: Placed
+    placed: PlacedModule
     queries: slice | list[int]
     keys: slice | list[int]
 

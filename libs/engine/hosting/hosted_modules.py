@@ -25,7 +25,7 @@ from libs.engine.memory.pool import BlockLayout, Pool
 from libs.model.errors import ModelError
 from libs.model.model import Layer, Model
 from libs.placement.module import Module, ModuleKind
-from libs.placement.placement import BadPlacement, Hosted, all_home, check_module
+from libs.placement.placement import BadPlacement, HostedModuleStatus, all_at_owner, check_module
 
 _MIB = 1 << 20
 _MAX_CALLS = 4096  # of one owner, not begun: it waits for answers, so it has far fewer
@@ -61,7 +61,7 @@ class HostedModules:
         self._attention_factory = attention_factory
         self._worker = worker
         self._owners: dict[str, Owner] = {}
-        self._hosted: tuple[Hosted, ...] = ()
+        self._hosted: tuple[HostedModuleStatus, ...] = ()
         self._lock = threading.Lock()
         """Guards which owners there are, and the beginning of their queues."""
         self._calls = HostedCalls(
@@ -73,7 +73,7 @@ class HostedModules:
         """Memory that all of them take, KV and weights; from any thread."""
         return sum(one.num_bytes for one in self._hosted)
 
-    def hosted(self) -> tuple[Hosted, ...]:
+    def hosted(self) -> tuple[HostedModuleStatus, ...]:
         """What is here; from any thread."""
         return self._hosted
 
@@ -228,7 +228,7 @@ class HostedModules:
         """A model with the module's layers alone, so that it keeps no others alive."""
         config = self.model.config
         try:
-            check_module(all_home("owner", config.num_layers, config.num_kv_heads), module)
+            check_module(all_at_owner("owner", config.num_layers, config.num_kv_heads), module)
             if module.kind is not ModuleKind.LAYERS:
                 return None
             if layers is None:
@@ -272,9 +272,9 @@ class HostedModules:
 
     def _note_hosted(self) -> None:
         self._hosted = tuple(
-            Hosted(
+            HostedModuleStatus(
                 move_id=one.move_id,
-                home=owner.name,
+                owner=owner.name,
                 module=one.module,
                 num_blocks=one.kv.num_blocks,
                 num_bytes=one.region.num_bytes,

@@ -10,7 +10,7 @@ from libs.engine.hosting.port import Answer
 from libs.engine.memory.pool import Pool
 from libs.model.model import Layer
 from libs.placement.module import Module
-from libs.placement.placement import Hosted
+from libs.placement.placement import HostedModuleStatus
 
 Ask = Callable[[Callable[[HostedModules], Any]], Awaitable[Any]]
 """Does something on the engine's thread; gives what it returned, raises what it raised, and EngineClosed."""
@@ -23,7 +23,7 @@ class Hosting:
         self,
         ask: Ask,
         call: Callable[[str, HostedCall, Answer], None],
-        hosted: Callable[[], tuple[Hosted, ...]],
+        hosted: Callable[[], tuple[HostedModuleStatus, ...]],
     ) -> None:
         self._ask = ask
         self.call = call

@@ -14,7 +14,7 @@ from libs.engine.hosting.calls import ReadBlocks, WriteBlocks
 from libs.engine.hosting.port import Answer
 from libs.engine.memory.pool import Pool, SlotRows
 from libs.placement.module import ModuleKind
-from libs.placement.placement import Placed
+from libs.placement.placement import PlacedModule
 
 _PIECE_BYTES = 8 << 20
 """Read or written at once where no one sets a limit."""
@@ -119,7 +119,7 @@ class OutboundCopy:
     """From the pool to the host. Remote blocks take nothing with them."""
 
     def __init__(
-        self, pool: Pool, hosts: Hosts, placed: Placed, live: Iterable[int], num_kv_heads: int
+        self, pool: Pool, hosts: Hosts, placed: PlacedModule, live: Iterable[int], num_kv_heads: int
     ) -> None:
         self.num_bytes = 0
         self._pool, self._hosts, self._placed = pool, hosts, placed
@@ -166,7 +166,7 @@ class InboundCopy:
     """From the host to memory beside the pool; into the pool once its blocks have room for it."""
 
     def __init__(
-        self, pool: Pool, hosts: Hosts, placed: Placed, live: Iterable[int], num_kv_heads: int
+        self, pool: Pool, hosts: Hosts, placed: PlacedModule, live: Iterable[int], num_kv_heads: int
     ) -> None:
         self.num_bytes = 0
         self._pool, self._hosts, self._placed = pool, hosts, placed

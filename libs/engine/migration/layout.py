@@ -18,7 +18,7 @@ from libs.engine.scheduling.sequence_table import SequenceTable
 from libs.model.layer import layer_bytes
 from libs.model.model import Model
 from libs.placement.module import ModuleKind
-from libs.placement.placement import Placed, Placement
+from libs.placement.placement import PlacedModule, Placement
 
 _CACHED_BYTES = 64 << 20
 """A change of layout rewrites every block; ones that nobody holds are kept up to so many bytes of them."""
@@ -54,7 +54,7 @@ class KvLayout:
         and remote blocks."""
         return self._num_own_blocks(placement, num_dropped_bytes) + _num_remote_blocks(placement)
 
-    def capacity_with(self, placed: Placed) -> int:
+    def capacity_with(self, placed: PlacedModule) -> int:
         """Blocks that this worker's memory would hold with one more module placed, whatever hosts have.
 
         Raises BadPlacement.
@@ -118,7 +118,7 @@ class KvLayout:
         keep = total
         if layout.slots != self.pool.layout.slots:
             keep = _CACHED_BYTES // self._whole_block_bytes
-        elif own < self.pool.num_blocks and placement.lent():
+        elif own < self.pool.num_blocks and placement.remote_blocks():
             keep = 0  # those of this worker must fit without the remote ones
         self._make_room(total, keep)
         with torch.inference_mode():
@@ -128,12 +128,12 @@ class KvLayout:
         self.runner.refresh(model)
         if not moved:
             return
-        if not placement.lent():  # remote blocks have ids of their own at their host
+        if not placement.remote_blocks():  # remote blocks have ids of their own at their host
             self.kv.hosts.call_all(MoveBlocks(np.array([list(moved), list(moved.values())], dtype=np.int64)))
         if self.copy is not None:
             self.copy.rename(moved)
 
-    def weights_left(self, placed: Placed) -> None:
+    def weights_left(self, placed: PlacedModule) -> None:
         """The module's weights go with it: the pool's memory grows by as much."""
         self._grown_bytes[placed.move_id] = self.pool.grow(self._weight_bytes(placed))
 
@@ -145,11 +145,11 @@ class KvLayout:
         """The pool does not use their memory any more."""
         self.pool.shrink(self._grown_bytes.pop(move_id, 0))
 
-    def _weight_bytes(self, placed: Placed) -> int:
+    def _weight_bytes(self, placed: PlacedModule) -> int:
         """Memory that a module frees when it leaves; none where its weights stay, or memory cannot grow (on
         CUDA)."""
         model = self.runner.model
-        if placed.has_weights_at_home or model.device.type != "cpu":
+        if placed.has_weights_at_owner or model.device.type != "cpu":
             return 0
         return sum(layer_bytes(model.layer(layer)) for layer in placed.module.layers)
 
@@ -160,7 +160,7 @@ class KvLayout:
         live_here = {block for block in live if block < own_before}
         moved = self.pool.relayout(layout, live_here, num_blocks=own).moved
         remote = sorted(block for block in live if block >= own_before)
-        if placement.lent():
+        if placement.remote_blocks():
             moved |= {block: block - own_before + own for block in remote if own != own_before}
         elif remote:
             taken = {moved.get(block, block) for block in live_here}
@@ -189,7 +189,7 @@ class KvLayout:
     def _num_own_used(self) -> int:
         """Held blocks that lie here."""
         allocator = self.sequences.allocator
-        if not self.placement.lent():
+        if not self.placement.remote_blocks():
             return allocator.num_used
         return sum(1 for block in allocator.held() if block < self.pool.num_blocks)
 
@@ -205,4 +205,4 @@ class KvLayout:
 
 
 def _num_remote_blocks(placement: Placement) -> int:
-    return sum(one.num_blocks for one in placement.lent())
+    return sum(one.num_blocks for one in placement.remote_blocks())

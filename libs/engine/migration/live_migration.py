@@ -8,7 +8,7 @@ from libs.cost.load import WorkerLoad
 from libs.engine.hosting.port import Host
 from libs.engine.outputs import CopyProgress, Switched
 from libs.model.model import Model
-from libs.placement.placement import Placed, Placement
+from libs.placement.placement import PlacedModule, Placement
 
 Ask = Callable[..., Awaitable[Any]]
 """Does something with the `Migrator` between two steps, and what is `in_step` also between two layers."""
@@ -50,7 +50,7 @@ class LiveMigration:
         model: Model = await self._ask(lambda migrator: migrator.model)
         return model
 
-    async def capacity_with(self, placed: Placed) -> int:
+    async def capacity_with(self, placed: PlacedModule) -> int:
         """Blocks that this worker's own memory would hold after that migration: what to ask the host for.
 
         Of remote blocks: those here, without any remote ones. Raises BadPlacement.
@@ -58,7 +58,7 @@ class LiveMigration:
         num_blocks: int = await self._ask(lambda migrator: migrator.layout.capacity_with(placed))
         return num_blocks
 
-    async def begin_move(self, placed: Placed, host: Host, *, model_after: Model | None = None) -> int:
+    async def begin_move(self, placed: PlacedModule, host: Host, *, model_after: Model | None = None) -> int:
         """A module begins to move to `host`, which holds `placed.num_blocks` for it; returns the blocks to
         copy. `model_after` where its weights travel: the model without them.
 

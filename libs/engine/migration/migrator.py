@@ -22,14 +22,16 @@ from libs.engine.scheduling.sequence import Sequence, SequenceState
 from libs.model.errors import ModelError
 from libs.model.model import Layer, Model
 from libs.placement.module import ModuleKind
-from libs.placement.placement import Placed, Placement
+from libs.placement.placement import PlacedModule, Placement
 from libs.request.outcome import FailureReason
 
 
 class _Migration:
     """The one that is under way."""
 
-    def __init__(self, placed: Placed, copy: KvCopy, model_after: Model | None, *, is_return: bool) -> None:
+    def __init__(
+        self, placed: PlacedModule, copy: KvCopy, model_after: Model | None, *, is_return: bool
+    ) -> None:
         self.placed, self.copy, self.is_return = placed, copy, is_return
         self._layers: dict[int, Layer] = {}
         """Weights that return with it."""
@@ -41,7 +43,7 @@ class _Migration:
 
     def model_after(self, now: Model) -> Model:
         """Made of the model as it is by then: a lost host may have given other layers back meanwhile."""
-        if self.placed.has_weights_at_home:
+        if self.placed.has_weights_at_owner:
             return now
         return (
             now.with_layers(self._layers) if self.is_return else now.without_layers(self.placed.module.layers)
@@ -74,7 +76,7 @@ class Migrator:
         """The model, less the layers whose weights are elsewhere."""
         return self.layout.runner.model
 
-    def begin(self, placed: Placed, host: Host, model_after: Model | None) -> int:
+    def begin(self, placed: PlacedModule, host: Host, model_after: Model | None) -> int:
         """Begins to copy a module to its host; returns the blocks to copy."""
         with self.losing_hosts():
             self._check_free()
@@ -86,7 +88,7 @@ class Migrator:
                 raise MoveRefused(
                     f"{placed.worker} holds {placed.num_blocks} blocks; a sequence needs {longest}"
                 )
-            if placed.has_weights_at_home == (model_after is not None):
+            if placed.has_weights_at_owner == (model_after is not None):
                 raise MoveRefused("a model without the layers is needed exactly where their weights travel")
             self._check_weights_unused(placed)
             if not is_remote:
@@ -108,7 +110,7 @@ class Migrator:
                 raise MoveRefused(
                     self._why_ended(move_id) or f"no module that move {move_id} brought away is away"
                 )
-            if placed.has_weights_at_home == (model_after is not None):
+            if placed.has_weights_at_owner == (model_after is not None):
                 raise MoveRefused("a model with the layers is needed exactly where their weights travelled")
             if placed.module.kind is not ModuleKind.TOKENS:
                 self.layout.bound_cached()
@@ -227,7 +229,7 @@ class Migrator:
     def _change(self, migration: _Migration, after: Placement, num_dropped_bytes: int) -> None:
         layout, placed = self.layout, migration.placed
         migration.copy.catch_up(self._sequences.allocator.live())
-        if not (migration.is_return or placed.has_weights_at_home):
+        if not (migration.is_return or placed.has_weights_at_owner):
             layout.weights_left(placed)
         model = migration.model_after(self.model)
         layout.max_blocks = None
@@ -239,7 +241,7 @@ class Migrator:
         self._end()
         self._on_placement(after, "")
 
-    def _bring_back(self, worker: str, why: str, lost: list[Placed], cut: Collection[Sequence]) -> None:
+    def _bring_back(self, worker: str, why: str, lost: list[PlacedModule], cut: Collection[Sequence]) -> None:
         layout, sequences = self.layout, self._sequences
         model = _restored(self.model, lost)
         detail = str(HostLost(worker, why))
@@ -285,8 +287,8 @@ class Migrator:
             workers.add(self._under_way.placed.worker)
         self._hosts.keep(workers)
 
-    def _check_weights_unused(self, placed: Placed) -> None:
-        if placed.has_weights_at_home:
+    def _check_weights_unused(self, placed: PlacedModule) -> None:
+        if placed.has_weights_at_owner:
             return
         if self._hosted.own_layers_in_use.intersection(placed.module.layers):
             raise MoveRefused(
@@ -309,10 +311,10 @@ class Migrator:
             raise MoveRefused(f"move {self._under_way.placed.move_id} is under way; one at a time")
 
 
-def _restored(model: Model, lost: Iterable[Placed]) -> Model:
+def _restored(model: Model, lost: Iterable[PlacedModule]) -> Model:
     """The model with the weights that travelled read again. Raises WeightsLost."""
     for placed in lost:
-        if placed.has_weights_at_home:
+        if placed.has_weights_at_owner:
             continue
         layers = placed.module.layers
         try:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from libs.bus.messages.migration import MoveRecord
-from libs.placement.phases import MovePhase
-from libs.placement.placement import Hosted
+from libs.bus.messages.migration import MigrationRecord
+from libs.placement.migration import MigrationPhase
+from libs.placement.placement import HostedModuleStatus
 
 _PHASE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -50,7 +50,10 @@ class MigrationMetrics:
         self._modules_away = gauge("modules_away", what)
 
     def watch(
-        self, hosted: Callable[[], tuple[Hosted, ...]], epoch: Callable[[], int], num_away: Callable[[], int]
+        self,
+        hosted: Callable[[], tuple[HostedModuleStatus, ...]],
+        epoch: Callable[[], int],
+        num_away: Callable[[], int],
     ) -> None:
         """Where the gauges come from."""
         self._hosted_modules.set_function(lambda: len(hosted()))
@@ -58,12 +61,12 @@ class MigrationMetrics:
         self._epoch.set_function(epoch)
         self._modules_away.set_function(num_away)
 
-    def ended(self, record: MoveRecord) -> None:
+    def ended(self, record: MigrationRecord) -> None:
         """A move is over."""
         self.bytes.labels("kv").inc(record.num_kv_bytes)
         self.bytes.labels("weights").inc(record.num_weight_bytes)
         self.migrations.labels(record.phase.value).inc()
         for phase, seconds in record.phase_seconds.items():
             self.phase_seconds.labels(phase).observe(seconds)
-        if record.phase is MovePhase.DONE:
+        if record.phase is MigrationPhase.DONE:
             self.pause_seconds.observe(record.pause_seconds)

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from libs.bus.messages.migration import StartMove
-from libs.placement.module import Module, heads_of, lent_blocks, whole_layers
+from libs.bus.messages.migration import StartMigration
+from libs.placement.module import Module, heads_of, remote_blocks, whole_layers
 from libs.placement.placement import Placement
 from services.gateway.api.errors import BadRequest
 
@@ -110,10 +110,10 @@ def _check_workers(asked: MigrationRequest) -> None:
 
 def order_of(
     asked: MigrationRequest, placement: Placement, *, move_id: str, host: str, deadline_seconds: float
-) -> StartMove:
+) -> StartMigration:
     """The order for the owner of the module, whose placement this is; `host` is an incarnation."""
     epoch = placement.epoch if asked.expected_epoch is None else asked.expected_epoch
-    return StartMove(
+    return StartMigration(
         move_id=move_id,
         module=_module(asked, placement.num_layers),
         returned_move_id=asked.return_of or "",
@@ -137,7 +137,7 @@ def _module(asked: MigrationRequest, num_layers: int) -> Module | None:
     if asked.return_of is not None:
         return None
     if asked.tokens:
-        return lent_blocks(num_layers)
+        return remote_blocks(num_layers)
     first, end = asked.layers or (0, num_layers)
     if asked.kv_heads is not None:
         return heads_of(first, end, asked.kv_heads)

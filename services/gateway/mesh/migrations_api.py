@@ -11,12 +11,12 @@ from starlette.routing import Route
 
 from libs.bus.bus import Bus
 from libs.bus.errors import BusError, RequestTimedOut, Undecodable
-from libs.bus.messages.migration import AbandonMove, ExplainRounds, MoveDenied, StartMove
+from libs.bus.messages.migration import CancelMigration, ExplainRounds, MigrationDenied, StartMigration
 from libs.bus.messages.presence import Presence
 from libs.mesh.cluster_state import ClusterState
 from libs.mesh.migrations import planned
 from libs.mesh.workers import names_of
-from libs.placement.phases import is_over, new_move_id
+from libs.placement.migration import is_over, new_move_id
 from libs.placement.placement import Placement
 from services.gateway.api.auth import MIGRATIONS_PATH
 from services.gateway.api.body import read_json
@@ -88,14 +88,14 @@ class MigrationsApi:
         location = f"{MIGRATIONS_PATH}/{order.move_id}"
         return _json({"id": order.move_id, "epoch": epoch}, 202, {"location": location})
 
-    def _remember(self, order: StartMove, owner: Presence, placement: Placement) -> None:
+    def _remember(self, order: StartMigration, owner: Presence, placement: Placement) -> None:
         placed = placement.get(order.returned_move_id)
         module, host = (placed.module, placed.worker) if placed is not None else (order.module, order.host)
         if module is not None:
             now, host_name = time.time(), self._cluster.name(host)
             self._cluster.migrations.hear(planned(order, owner, module, host, host_name, now), now)
 
-    async def _order(self, order: StartMove, owner: Presence, asked: MigrationRequest) -> int:
+    async def _order(self, order: StartMigration, owner: Presence, asked: MigrationRequest) -> int:
         """The epoch by its answer, or as it was known."""
         try:
             answer = await self._bus.request(
@@ -107,7 +107,7 @@ class MigrationsApi:
             if not may_have_been_done(error):
                 self._cluster.migrations.withdraw(order.move_id)
             raise unanswered(error, owner.name) from error
-        if isinstance(answer, MoveDenied):
+        if isinstance(answer, MigrationDenied):
             self._cluster.migrations.withdraw(order.move_id)
             raise not_started(answer, asked, self._owners_of(order.returned_move_id))
         return answer.epoch
@@ -132,13 +132,13 @@ class MigrationsApi:
             raise self._unknown(move_id)
         if is_over(record.phase):
             raise Conflict(over_words(record), code="cannot_cancel", epoch=record.epoch)
-        order = AbandonMove(move_id=move_id)
+        order = CancelMigration(move_id=move_id)
         try:
             answer = await self._bus.request(order, to=record.instance, timeout_seconds=ORDER_TIMEOUT_SECONDS)
         except BusError as error:
             name = record.instance_name or self._cluster.name(record.instance)
             raise unanswered(error, name) from error
-        if isinstance(answer, MoveDenied):
+        if isinstance(answer, MigrationDenied):
             raise not_cancelled(answer, move_id)
         return _json({"id": answer.move_id, "epoch": answer.epoch}, 202)
 

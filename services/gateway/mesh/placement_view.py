@@ -5,14 +5,14 @@ from typing import Any
 
 import msgspec
 
-from libs.bus.messages.migration import MoveRecord, PlacementTold
+from libs.bus.messages.migration import MigrationRecord, PlacementUpdate
 from libs.bus.messages.presence import Presence
 from libs.cost.load import WorkerLoad
 from libs.mesh.cluster_state import ClusterState, Heard
 from libs.mesh.workers import names_of
+from libs.placement.migration import is_over
 from libs.placement.module import ModuleKind, module_in_words
-from libs.placement.phases import is_over
-from libs.placement.placement import Hosted, Placed, Placement
+from libs.placement.placement import HostedModuleStatus, PlacedModule, Placement
 
 Names = Mapping[str, str]
 """Workers' names by incarnation."""
@@ -29,7 +29,7 @@ def placement_document(cluster: ClusterState, now: float) -> list[dict[str, Any]
     ]
 
 
-def move_document(move: MoveRecord, names: Names) -> dict[str, Any]:
+def move_document(move: MigrationRecord, names: Names) -> dict[str, Any]:
     """A move as it was recorded, with what it moves in words."""
     told: dict[str, Any] = {"id": move.move_id, **msgspec.to_builtins(move)}
     del told["move_id"]
@@ -41,7 +41,7 @@ def move_document(move: MoveRecord, names: Names) -> dict[str, Any]:
     return told
 
 
-def _move_kind(move: MoveRecord) -> str:
+def _move_kind(move: MigrationRecord) -> str:
     if move.is_return:
         return "return"
     if move.module.kind is ModuleKind.LAYERS:
@@ -50,7 +50,7 @@ def _move_kind(move: MoveRecord) -> str:
 
 
 def _instance(
-    presence: Presence, heard: Heard[PlacementTold], cluster: ClusterState, names: Names, now: float
+    presence: Presence, heard: Heard[PlacementUpdate], cluster: ClusterState, names: Names, now: float
 ) -> dict[str, Any]:
     told = heard.message
     placement = told.placement
@@ -65,14 +65,14 @@ def _instance(
         "num_kv_heads": placement.num_kv_heads,
         "layers": _layers(placement, names),
         "heads": [_placed(one, names) for one in placement.placed if one.module.kind is ModuleKind.HEADS],
-        "lent": [_placed(one, names) for one in placement.lent()],
+        "lent": [_placed(one, names) for one in placement.remote_blocks()],
         "hosted": [_hosted(one, names) for one in told.hosted],
         "capacity": _capacity(presence, told, cluster),
         "age_seconds": round(now - heard.at, 3),
     }
 
 
-def _capacity(presence: Presence, told: PlacementTold, cluster: ClusterState) -> dict[str, int]:
+def _capacity(presence: Presence, told: PlacementUpdate, cluster: ClusterState) -> dict[str, int]:
     """Blocks are those of the placement that is told with them: load reports come by themselves, and may be
     from before or after it."""
     heard = cluster.loads.get(presence.incarnation)
@@ -93,7 +93,7 @@ def _own_bytes(presence: Presence, placement: Placement, num_blocks: int) -> int
     num_slots = placement.num_layers * placement.num_kv_heads
     if not num_slots:
         return 0
-    num_here = max(0, num_blocks - sum(one.num_blocks for one in placement.lent()))
+    num_here = max(0, num_blocks - sum(one.num_blocks for one in placement.remote_blocks()))
     return num_here * presence.block_bytes * len(placement.resident_slots()) // num_slots
 
 
@@ -103,12 +103,12 @@ def _layers(placement: Placement, names: Names) -> list[dict[str, Any]]:
     for run in placement.layer_runs():
         entry: dict[str, Any] = {"first": run.first, "end": run.end, **_worker(run.worker, names)}
         if (placed := placement.get(run.move_id)) is not None:
-            entry |= {"move_id": run.move_id, "has_weights_at_home": placed.has_weights_at_home}
+            entry |= {"move_id": run.move_id, "has_weights_at_home": placed.has_weights_at_owner}
         told.append(entry)
     return told
 
 
-def _placed(placed: Placed, names: Names) -> dict[str, Any]:
+def _placed(placed: PlacedModule, names: Names) -> dict[str, Any]:
     module = placed.module
     return {
         "move_id": placed.move_id,
@@ -121,11 +121,11 @@ def _placed(placed: Placed, names: Names) -> dict[str, Any]:
     }
 
 
-def _hosted(hosted: Hosted, names: Names) -> dict[str, Any]:
+def _hosted(hosted: HostedModuleStatus, names: Names) -> dict[str, Any]:
     return {
         "move_id": hosted.move_id,
-        "instance": names.get(hosted.home, hosted.home),
-        "instance_incarnation": hosted.home,
+        "instance": names.get(hosted.owner, hosted.owner),
+        "instance_incarnation": hosted.owner,
         "what": module_in_words(hosted.module),
         "num_blocks": hosted.num_blocks,
         "num_bytes": hosted.num_bytes,

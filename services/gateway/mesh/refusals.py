@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from libs.bus.errors import BusError, NoResponders, NotConnected, Overloaded, RequestTimedOut, Undecodable
-from libs.bus.messages.migration import DenialReason, MoveDenied, MoveRecord
+from libs.bus.messages.migration import DenialReason, MigrationDenied, MigrationRecord
 from libs.bus.messages.presence import Presence
-from libs.placement.phases import MovePhase
+from libs.placement.migration import MigrationPhase
 from services.gateway.api.errors import (
     ApiError,
     BadRequest,
@@ -22,7 +22,7 @@ RETRY_SECONDS = 2
 LOOK = "GET /v1/mesh/migrations (kvmesh migrate --list)"
 
 
-def not_started(denied: MoveDenied, asked: MigrationRequest, owners: Sequence[Presence]) -> ApiError:
+def not_started(denied: MigrationDenied, asked: MigrationRequest, owners: Sequence[Presence]) -> ApiError:
     """The owner's no. `owners` are those of the module that is to come home, as far as this gateway knows."""
     param = module_param(asked)
     match denied.reason:
@@ -42,7 +42,7 @@ def not_started(denied: MoveDenied, asked: MigrationRequest, owners: Sequence[Pr
             return Conflict(denied.detail, code=reason.value, epoch=denied.epoch)
 
 
-def not_cancelled(denied: MoveDenied, move_id: str) -> ApiError:
+def not_cancelled(denied: MigrationDenied, move_id: str) -> ApiError:
     """The owner's no to rolling a move back that is remembered here."""
     said = denied.detail
     if denied.reason is DenialReason.NOT_FOUND:
@@ -50,10 +50,10 @@ def not_cancelled(denied: MoveDenied, move_id: str) -> ApiError:
     return Conflict(said, code="cannot_cancel", epoch=denied.epoch)
 
 
-def over_words(record: MoveRecord) -> str:
+def over_words(record: MigrationRecord) -> str:
     """Of a move that cannot be cancelled any more."""
     said = f"the move {record.move_id} is over: {record.phase.value}"
-    if record.phase is MovePhase.DONE and not record.is_return:
+    if record.phase is MigrationPhase.DONE and not record.is_return:
         said += f"; what it brought away comes home by return_of (kvmesh migrate --return {record.move_id})"
     return said
 

@@ -7,7 +7,7 @@ from starlette.routing import Route
 
 from libs.bus.bus import Bus
 from libs.bus.errors import BusError
-from libs.bus.messages.migration import ChangeRole, DenialReason, MoveDenied
+from libs.bus.messages.migration import ChangeRole, DenialReason, MigrationDenied
 from libs.placement.role import Role
 from libs.runtime.roster import Roster
 from services.gateway.api.auth import WORKERS_PATH
@@ -51,7 +51,7 @@ class RolesApi:
             )
         except BusError as error:
             raise unanswered(error, worker.name, "GET /v1/mesh (kvmesh status)") from error
-        if isinstance(answer, MoveDenied):
+        if isinstance(answer, MigrationDenied):
             raise Conflict(answer.detail, code=answer.reason.value)
         told = {"name": worker.name, "incarnation": worker.incarnation, "role": answer.role.value}
         return Response(msgspec.json.encode(told), 202, media_type="application/json")

@@ -14,7 +14,7 @@ from libs.engine.hosting.port import HostLost
 from libs.engine.migration.live_migration import LiveMigration
 from libs.model.layer_weights import layer_tensors, layer_weight_bytes
 from libs.model.model import Model
-from libs.placement.placement import Placed
+from libs.placement.placement import PlacedModule
 from libs.worker.migration.framing import PIECE_BYTES
 from libs.worker.migration.owner.remote_host import RemoteHost
 from libs.worker.migration.threads import run_in_thread
@@ -78,7 +78,7 @@ class Outbound:
         self,
         engine: LiveMigration,
         connect: Callable[[], Awaitable[RemoteHost]],
-        placed: Placed,
+        placed: PlacedModule,
         *,
         num_blocks_least: int,
     ) -> None:
@@ -92,7 +92,7 @@ class Outbound:
         """See Direction. What is asked for is what the owner could make use of."""
         placed, engine = self._placed, self._engine
         wanted = placed.num_blocks or await engine.capacity_with(placed)
-        if not placed.has_weights_at_home:
+        if not placed.has_weights_at_owner:
             model = await engine.model_here()
             layer_bytes = layer_weight_bytes(model.config, model.dtype)
             self.num_weight_bytes = len(placed.module.layers) * layer_bytes
@@ -103,7 +103,7 @@ class Outbound:
                 placed.module,
                 num_blocks_wanted=max(wanted, self._num_blocks_least),
                 num_blocks_least=self._num_blocks_least,
-                has_weights=not placed.has_weights_at_home,
+                has_weights=not placed.has_weights_at_owner,
             )
         except NoRoom as refusal:
             if placed.num_blocks:
@@ -115,7 +115,7 @@ class Outbound:
     async def begin(self, count_weights: CountWeights) -> int:
         """See Direction."""
         placed, host, model_after = self._placed, self._opened(), None
-        if not placed.has_weights_at_home:
+        if not placed.has_weights_at_owner:
             model = await self._engine.model_here()
             for layer in placed.module.layers:
                 tensors = await run_in_thread(partial(layer_tensors, model.layer(layer)))
@@ -157,7 +157,9 @@ class Outbound:
 class Inbound:
     """Home again. `find` gives the Link that stands, if it does."""
 
-    def __init__(self, engine: LiveMigration, find: Callable[[], RemoteHost | None], placed: Placed) -> None:
+    def __init__(
+        self, engine: LiveMigration, find: Callable[[], RemoteHost | None], placed: PlacedModule
+    ) -> None:
         self._engine, self._find, self._placed = engine, find, placed
         self.num_weight_bytes = 0  # they are read where the model was loaded from
         self._beginning = _Beginning()
@@ -168,7 +170,7 @@ class Inbound:
     async def begin(self, count_weights: CountWeights) -> int:
         """See Direction. Weights that travelled are read again from where the model was loaded."""
         model_after: Model | None = None
-        if not self._placed.has_weights_at_home:
+        if not self._placed.has_weights_at_owner:
             model, layers = await self._engine.model_here(), self._placed.module.layers
             loaded = await run_in_thread(partial(model.reload_layers, layers))
             model_after = model.with_layers(loaded)

@@ -9,11 +9,11 @@ import structlog
 from msgspec.structs import replace
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from libs.bus.messages.migration import MoveRecord
+from libs.bus.messages.migration import MigrationRecord
 from libs.engine.errors import EngineError
 from libs.engine.migration.live_migration import LiveMigration
 from libs.model.errors import ModelError
-from libs.placement.phases import MovePhase, can_abandon, is_over
+from libs.placement.migration import MigrationPhase, can_abandon, is_over
 from libs.placement.placement import BadPlacement
 from libs.telemetry.traces import end_span, start_span, traceparent_of
 from libs.worker.migration.owner.directions import Direction
@@ -26,19 +26,19 @@ _SHRINKS_TO = 0.7
 """Another round is worth it while each leaves at most this share of what the one before left."""
 
 _AFTER = {
-    MovePhase.PLANNED: MovePhase.RESERVING,
-    MovePhase.RESERVING: MovePhase.COPYING,
-    MovePhase.COPYING: MovePhase.CATCHING_UP,
-    MovePhase.SWITCHING: MovePhase.RELEASING,
-    MovePhase.RELEASING: MovePhase.DONE,
-    MovePhase.ROLLING_BACK: MovePhase.FAILED,
+    MigrationPhase.PLANNED: MigrationPhase.RESERVING,
+    MigrationPhase.RESERVING: MigrationPhase.COPYING,
+    MigrationPhase.COPYING: MigrationPhase.CATCHING_UP,
+    MigrationPhase.SWITCHING: MigrationPhase.RELEASING,
+    MigrationPhase.RELEASING: MigrationPhase.DONE,
+    MigrationPhase.ROLLING_BACK: MigrationPhase.FAILED,
 }
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a move is, once what its phase asks for was done."""
 
-    phase: MovePhase
+    phase: MigrationPhase
     trouble: str = ""
     """Why it cannot go on, if it cannot."""
     num_rounds: int = 0
@@ -48,12 +48,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Before the last round."""
 
 
-def next_phase(progress: Progress) -> MovePhase:
+def next_phase(progress: Progress) -> MigrationPhase:
     """The phase to enter; the same one for another round."""
     if progress.trouble and can_abandon(progress.phase):
-        return MovePhase.ROLLING_BACK
-    if progress.phase is MovePhase.CATCHING_UP:
-        return MovePhase.SWITCHING if _is_caught_up(progress) else MovePhase.CATCHING_UP
+        return MigrationPhase.ROLLING_BACK
+    if progress.phase is MigrationPhase.CATCHING_UP:
+        return MigrationPhase.SWITCHING if _is_caught_up(progress) else MigrationPhase.CATCHING_UP
     return _AFTER[progress.phase]
 
 
@@ -103,11 +103,11 @@ class Migration:
 
     def __init__(
         self,
-        record: MoveRecord,
+        record: MigrationRecord,
         engine: LiveMigration,
         direction: Direction,
         pace: Pace,
-        on_change: Callable[[MoveRecord], None],
+        on_change: Callable[[MigrationRecord], None],
         *,
         module_move_id: str,
         block_bytes: int,
@@ -138,9 +138,9 @@ class Migration:
     async def is_rolled_back(self) -> bool:
         """After `abandon`: whether it is. A switch that the engine had begun by then goes through; what it
         came to is waited for."""
-        if self.record.phase is MovePhase.SWITCHING:
+        if self.record.phase is MigrationPhase.SWITCHING:
             await self._is_decided.wait()
-        return self.record.phase not in (MovePhase.RELEASING, MovePhase.DONE)
+        return self.record.phase not in (MigrationPhase.RELEASING, MigrationPhase.DONE)
 
     async def run(self) -> None:
         """Through all phases to `done` or `failed`."""
@@ -158,19 +158,19 @@ class Migration:
             end_span(self._phase_span)
             end_span(self._span, self.record.error)
 
-    async def _do(self, phase: MovePhase) -> None:
+    async def _do(self, phase: MigrationPhase) -> None:
         act = {
-            MovePhase.RESERVING: self._direction.reserve,
-            MovePhase.COPYING: self._begin,
-            MovePhase.CATCHING_UP: self._round,
-            MovePhase.SWITCHING: self._switch,
-            MovePhase.RELEASING: self._direction.release,
-            MovePhase.ROLLING_BACK: self._direction.roll_back,
+            MigrationPhase.RESERVING: self._direction.reserve,
+            MigrationPhase.COPYING: self._begin,
+            MigrationPhase.CATCHING_UP: self._round,
+            MigrationPhase.SWITCHING: self._switch,
+            MigrationPhase.RELEASING: self._direction.release,
+            MigrationPhase.ROLLING_BACK: self._direction.roll_back,
         }.get(phase)
         if act is None:
             return
         try:
-            if can_abandon(phase) and phase is not MovePhase.SWITCHING:
+            if can_abandon(phase) and phase is not MigrationPhase.SWITCHING:
                 async with asyncio.timeout_at(self._ends_at) as self._bound:
                     await act()
             else:
@@ -256,7 +256,7 @@ class Migration:
             self._progress = replace(self._progress, trouble=why)
             self.record = replace(self.record, error=why)
 
-    def _enter(self, phase: MovePhase) -> None:
+    def _enter(self, phase: MigrationPhase) -> None:
         before, now = self.record.phase, time.monotonic()
         if phase is before:
             return
@@ -267,7 +267,7 @@ class Migration:
         ended = time.time() if is_over(phase) else 0.0
         if not ended:
             self._phase_span = start_span(f"move.{phase.value}", traceparent_of(self._span))
-        if phase is MovePhase.FAILED:
+        if phase is MigrationPhase.FAILED:
             self.record = replace(self.record, num_blocks_after=self._engine.num_total_blocks)
         self._progress = replace(self._progress, phase=phase)
         self.record = replace(self.record, phase=phase, phase_seconds=seconds, ended_unix_seconds=ended)

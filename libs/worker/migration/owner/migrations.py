@@ -11,21 +11,21 @@ from itertools import count
 import structlog
 
 from libs.bus.messages.migration import (
-    AbandonMove,
+    CancelMigration,
     DenialReason,
-    MoveAccepted,
-    MoveDenied,
-    MoveRecord,
-    PlacementTold,
-    StartMove,
+    MigrationAccepted,
+    MigrationDenied,
+    MigrationRecord,
+    PlacementUpdate,
+    StartMigration,
 )
 from libs.bus.subscriptions import Subscription
 from libs.engine.errors import EngineClosed, EngineError
 from libs.engine.hosting.port import HostLost
 from libs.engine.migration.live_migration import LiveMigration
+from libs.placement.migration import MigrationPhase, is_over
 from libs.placement.module import Module, ModuleKind
-from libs.placement.phases import MovePhase, is_over
-from libs.placement.placement import Hosted, Placed, Placement
+from libs.placement.placement import HostedModuleStatus, PlacedModule, Placement
 from libs.runtime.roster import Roster
 from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
@@ -60,7 +60,7 @@ class Migrations:
         engine: LiveMigration,
         roster: Roster,
         metrics: MigrationMetrics,
-        hosted: Callable[[], tuple[Hosted, ...]],
+        hosted: Callable[[], tuple[HostedModuleStatus, ...]],
         transport: Transport,
         calls: CallLinks,
         *,
@@ -83,7 +83,7 @@ class Migrations:
             ping_seconds=settings.lease_seconds / _PINGS_PER_LEASE,
         )
         self._publisher = PlacementPublisher(runtime.bus, self._update)
-        self._records: OrderedDict[str, MoveRecord] = OrderedDict()
+        self._records: OrderedDict[str, MigrationRecord] = OrderedDict()
         self._counted = engine.placement, engine.num_total_blocks
         """The last placement of which it is known how many blocks the pool has under it."""
         self._move: Migration | None = None
@@ -102,8 +102,8 @@ class Migrations:
     async def open(self) -> None:
         """Take orders from now on."""
         bus, at = self._runtime.bus, self._runtime.incarnation
-        self._subscriptions.append(await bus.serve(StartMove, self.start, at=at))
-        self._subscriptions.append(await bus.serve(AbandonMove, self.abandon, at=at))
+        self._subscriptions.append(await bus.serve(StartMigration, self.start, at=at))
+        self._subscriptions.append(await bus.serve(CancelMigration, self.abandon, at=at))
         self._runtime.spawn("placement", self._publisher.run())
 
     async def drain(self) -> None:
@@ -127,11 +127,11 @@ class Migrations:
         for subscription in self._subscriptions:
             await subscription.close()
 
-    async def start(self, order: StartMove) -> MoveAccepted | MoveDenied:
-        """Answers StartMove."""
+    async def start(self, order: StartMigration) -> MigrationAccepted | MigrationDenied:
+        """Answers StartMigration."""
         epoch = self._engine.placement.epoch
         if order.move_id in self._records:
-            return MoveAccepted(move_id=order.move_id, epoch=epoch)
+            return MigrationAccepted(move_id=order.move_id, epoch=epoch)
         context = OrderContext(
             placement=self._engine.placement,
             fingerprint=self._fingerprint,
@@ -144,14 +144,14 @@ class Migrations:
             log.info("move_refused", move_id=order.move_id, reason=str(refused))
             return refused.answer
         self._begin(order, placed)
-        return MoveAccepted(move_id=order.move_id, epoch=epoch)
+        return MigrationAccepted(move_id=order.move_id, epoch=epoch)
 
-    async def abandon(self, order: AbandonMove) -> MoveAccepted | MoveDenied:
-        """Answers AbandonMove."""
+    async def abandon(self, order: CancelMigration) -> MigrationAccepted | MigrationDenied:
+        """Answers CancelMigration."""
         epoch = self._engine.placement.epoch
         if order.move_id not in self._records:
             detail = f"no move {order.move_id!r} was begun here"
-            return MoveDenied(reason=DenialReason.NOT_FOUND, detail=detail, epoch=epoch)
+            return MigrationDenied(reason=DenialReason.NOT_FOUND, detail=detail, epoch=epoch)
         move = self._move
         if (
             move is not None
@@ -159,16 +159,16 @@ class Migrations:
             and move.abandon("it was cancelled")
             and await move.is_rolled_back()
         ):
-            return MoveAccepted(move_id=order.move_id, epoch=epoch)
+            return MigrationAccepted(move_id=order.move_id, epoch=epoch)
         return self._cannot_roll_back(order.move_id)
 
-    def _cannot_roll_back(self, move_id: str) -> MoveDenied:
+    def _cannot_roll_back(self, move_id: str) -> MigrationDenied:
         phase = self._records[move_id].phase
         said = f"is {phase.value}: it cannot be rolled back any more"
-        if phase is MovePhase.ROLLING_BACK:
+        if phase is MigrationPhase.ROLLING_BACK:
             said = "is being rolled back already"
         epoch = self._engine.placement.epoch
-        return MoveDenied(reason=DenialReason.INVALID, detail=f"move {move_id!r} {said}", epoch=epoch)
+        return MigrationDenied(reason=DenialReason.INVALID, detail=f"move {move_id!r} {said}", epoch=epoch)
 
     def placement_changed(self, placement: Placement, lost: str) -> None:
         """The engine's, from now on; `lost` says which host was lost, and why."""
@@ -236,7 +236,7 @@ class Migrations:
             at_host = self._at(worker)
             if not at_host or self.is_draining:
                 break
-            order = StartMove(
+            order = StartMigration(
                 move_id=f"leave-{self._runtime.incarnation}-{next(self._ids)}",
                 returned_move_id=at_host[0].move_id,
                 expected_epoch=self._engine.placement.epoch,
@@ -245,7 +245,7 @@ class Migrations:
             )
             self._begin(order, at_host[0])
             await self._is_idle.wait()
-            if self._records[order.move_id].phase is MovePhase.FAILED:
+            if self._records[order.move_id].phase is MigrationPhase.FAILED:
                 self._give_up_if_idle(worker)
                 break
         self._leaving.discard(worker)
@@ -266,10 +266,10 @@ class Migrations:
         while self._move is not None:
             await self._is_idle.wait()
 
-    def _begin(self, order: StartMove, placed: Placed) -> None:
+    def _begin(self, order: StartMigration, placed: PlacedModule) -> None:
         host = self._roster.get(placed.worker)
         move = Migration(
-            MoveRecord(
+            MigrationRecord(
                 move_id=order.move_id,
                 instance=self._runtime.incarnation,
                 instance_name=self._runtime.identity.name,
@@ -278,8 +278,8 @@ class Migrations:
                 module=placed.module,
                 is_return=order.module is None,
                 returned_move_id=order.returned_move_id,
-                with_weights=not placed.has_weights_at_home,
-                phase=MovePhase.PLANNED,
+                with_weights=not placed.has_weights_at_owner,
+                phase=MigrationPhase.PLANNED,
                 expected_epoch=order.expected_epoch,
                 epoch=self._engine.placement.epoch,
                 reason=order.reason,
@@ -309,7 +309,7 @@ class Migrations:
             self._publisher.changed()
         self._metrics.ended(move.record)
 
-    def _direction(self, order: StartMove, placed: Placed) -> Direction:
+    def _direction(self, order: StartMigration, placed: PlacedModule) -> Direction:
         if order.module is None:
             return Inbound(self._engine, partial(self._links.get, placed.worker), placed)
         total = self._engine.num_total_blocks
@@ -328,21 +328,21 @@ class Migrations:
             num_blocks_least=least,
         )
 
-    def _changed(self, record: MoveRecord) -> None:
-        if record.phase is MovePhase.RELEASING:  # it has switched, and the engine has said so
+    def _changed(self, record: MigrationRecord) -> None:
+        if record.phase is MigrationPhase.RELEASING:  # it has switched, and the engine has said so
             self._count_blocks()
         self._records[record.move_id] = record
         while len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
         self._publisher.moved(record)
 
-    def _update(self) -> PlacementTold:
+    def _update(self) -> PlacementUpdate:
         if self._move is not None:  # its record says more than at its last change of phase
             self._records[self._move.record.move_id] = self._move.record
         records = list(self._records.values())
         under_way = [one for one in records if not is_over(one.phase)]
         ended = [one for one in records if is_over(one.phase)][-_NUM_PUBLISHED:]
-        is_switching = self._move is not None and self._move.record.phase is MovePhase.SWITCHING
+        is_switching = self._move is not None and self._move.record.phase is MigrationPhase.SWITCHING
         is_counted = self._counted[0].epoch == self._engine.placement.epoch
         if is_counted and not is_switching:  # owners take and give back blocks, too
             self._counted = self._engine.placement, self._engine.num_total_blocks
@@ -352,7 +352,7 @@ class Migrations:
         if self._has_let_go:  # hosts tell that they have nothing of it
             for worker in {one.worker for one in placement.placed}:
                 placement = placement.without_worker(worker)
-        return PlacementTold(
+        return PlacementUpdate(
             placement=placement, num_blocks=num_blocks, hosted=self._hosted(), moves=(*under_way, *ended)
         )
 
@@ -364,7 +364,7 @@ class Migrations:
         for worker in self._links.workers() - used:
             self._links.drop(worker, "no module is there")
 
-    def _at(self, worker: str) -> list[Placed]:
+    def _at(self, worker: str) -> list[PlacedModule]:
         return [one for one in self._engine.placement.placed if one.worker == worker]
 
     def _block_bytes(self, module: Module) -> int:

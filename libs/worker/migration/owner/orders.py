@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from libs.bus.messages.migration import DenialReason, MoveDenied, StartMove
+from libs.bus.messages.migration import DenialReason, MigrationDenied, StartMigration
 from libs.bus.messages.presence import Presence, ServiceState
-from libs.placement.placement import BadPlacement, Placed, Placement, check_module
+from libs.placement.placement import BadPlacement, PlacedModule, Placement, check_module
 
 
 class MigrationRejected(Exception):
@@ -12,7 +12,7 @@ class MigrationRejected(Exception):
 
     def __init__(self, reason: DenialReason, detail: str, epoch: int) -> None:
         super().__init__(detail)
-        self.answer = MoveDenied(reason=reason, detail=detail, epoch=epoch)
+        self.answer = MigrationDenied(reason=reason, detail=detail, epoch=epoch)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class OrderContext:
     is_draining: bool = False
 
 
-def placed_by(order: StartMove, context: OrderContext, host: Presence | None) -> Placed:
+def placed_by(order: StartMigration, context: OrderContext, host: Presence | None) -> PlacedModule:
     """The module as it will be away, or as it is before it comes back. `host` is the one that is named.
 
     Raises MigrationRejected.
@@ -58,11 +58,11 @@ def placed_by(order: StartMove, context: OrderContext, host: Presence | None) ->
         raise refused(DenialReason.INVALID, str(error)) from error
     if (why := _why_no_host(order.host, context, host)) is not None:
         raise refused(*why)
-    return Placed(
+    return PlacedModule(
         move_id=order.move_id,
         module=order.module,
         worker=order.host,
-        has_weights_at_home=not order.with_weights,
+        has_weights_at_owner=not order.with_weights,
         num_blocks=order.num_blocks,
     )
 
@@ -70,7 +70,7 @@ def placed_by(order: StartMove, context: OrderContext, host: Presence | None) ->
 def _why_no_host(
     worker: str, context: OrderContext, host: Presence | None
 ) -> tuple[DenialReason, str] | None:
-    if worker == context.placement.home:
+    if worker == context.placement.owner:
         return DenialReason.INVALID, "a module cannot move to the worker that is its home"
     if host is None:
         return (

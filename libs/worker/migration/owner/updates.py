@@ -9,7 +9,7 @@ import structlog
 
 from libs.bus.bus import Bus
 from libs.bus.errors import BusError, NotConnected, Overloaded
-from libs.bus.messages.migration import MoveRecord, MoveTold, PlacementTold
+from libs.bus.messages.migration import MigrationRecord, MigrationUpdate, PlacementUpdate
 
 PUBLISH_SECONDS = 1.0
 _MAX_UNPUBLISHED = 64
@@ -20,16 +20,16 @@ log = structlog.get_logger()
 class PlacementPublisher:
     """Publishes what `placement` gives once a second and after `changed`."""
 
-    def __init__(self, bus: Bus, placement: Callable[[], PlacementTold]) -> None:
+    def __init__(self, bus: Bus, placement: Callable[[], PlacementUpdate]) -> None:
         self._bus, self._placement = bus, placement
-        self._unpublished: deque[MoveRecord] = deque(maxlen=_MAX_UNPUBLISHED)
+        self._unpublished: deque[MigrationRecord] = deque(maxlen=_MAX_UNPUBLISHED)
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
         """Something is different now."""
         self._changed.set()
 
-    def moved(self, record: MoveRecord) -> None:
+    def moved(self, record: MigrationRecord) -> None:
         """A migration entered a phase."""
         self._unpublished.append(record)
         self._changed.set()
@@ -52,7 +52,7 @@ class PlacementPublisher:
         while self._unpublished:
             record = self._unpublished.popleft()
             try:
-                await self._bus.publish(MoveTold(move=record))
+                await self._bus.publish(MigrationUpdate(record=record))
             except (NotConnected, Overloaded):  # any other would come again each time
                 self._unpublished.appendleft(record)
                 raise

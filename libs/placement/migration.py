@@ -1,25 +1,25 @@
-"""What a move is named by, and what follows what in it.
+"""What a migration is named by, and what follows what in it.
 
     planned ► reserving ► copying ► catching_up ► switching ► releasing ► done
        └──────────┴──────────┴───────────┴────────────┴──► rolling_back ► failed
 
-From `releasing` on the module is where it should be: what breaks then is a lost host, not a failed move.
+From `releasing` on the module is where it should be: what breaks then is a lost host, not a failed migration.
 """
 
 from enum import Enum
 
-HOME_LEFT = "its home left the mesh"
-"""How a move ends, for all others, whose home is gone: it is carried on by nobody."""
+OWNER_LEFT = "its home left the mesh"
+"""How a migration ends, for all others, whose owner is gone: it is carried on by nobody."""
 
 
-class MovePhase(Enum):
-    """How far a move is."""
+class MigrationPhase(Enum):
+    """How far a migration is."""
 
     PLANNED = "planned"
     RESERVING = "reserving"
     """The destination makes room: KV blocks, weights; under a lease."""
     COPYING = "copying"
-    """Weights and KV go over, while the home serves."""
+    """Weights and KV go over, while the owner serves."""
     CATCHING_UP = "catching_up"
     """What was written meanwhile goes over, round by round, until it is little."""
     SWITCHING = "switching"
@@ -32,22 +32,22 @@ class MovePhase(Enum):
 
 
 _UNTIL_SWITCHED = {
-    MovePhase.PLANNED,
-    MovePhase.RESERVING,
-    MovePhase.COPYING,
-    MovePhase.CATCHING_UP,
-    MovePhase.SWITCHING,
+    MigrationPhase.PLANNED,
+    MigrationPhase.RESERVING,
+    MigrationPhase.COPYING,
+    MigrationPhase.CATCHING_UP,
+    MigrationPhase.SWITCHING,
 }
 
 
-def can_abandon(phase: MovePhase) -> bool:
+def can_abandon(phase: MigrationPhase) -> bool:
     """Whether it can still be rolled back."""
     return phase in _UNTIL_SWITCHED
 
 
-def is_over(phase: MovePhase) -> bool:
+def is_over(phase: MigrationPhase) -> bool:
     """Whether nothing follows."""
-    return phase in (MovePhase.DONE, MovePhase.FAILED)
+    return phase in (MigrationPhase.DONE, MigrationPhase.FAILED)
 
 
 _AUTOMATIC, _MANUAL = "auto", "manual"
@@ -55,8 +55,8 @@ _MILLISECOND_DIGITS = 12
 
 
 def new_move_id(unix_seconds: float, suffix: str, *, is_automatic: bool) -> str:
-    """`auto-<time>-<suffix>` or `manual-..`: it says who wanted the move, and ids sort by
-    age. Modules that are away keep the id, so that placements tell what the loop brought there."""
+    """`auto-<time>-<suffix>` or `manual-..`: it says who wanted the migration, and ids sort by
+    age. Modules at hosts keep the id, so that placements tell what the loop brought there."""
     kind = _AUTOMATIC if is_automatic else _MANUAL
     return f"{kind}-{int(unix_seconds * 1000):0{_MILLISECOND_DIGITS}x}-{suffix}"
 
