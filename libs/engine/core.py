@@ -19,7 +19,7 @@ from libs.cost.load import WorkerLoad
 from libs.cost.prefill import num_pairs
 from libs.engine.attention import fitting_attention
 from libs.engine.forward.loading import Incoming, LoadingStep, LoadingSteps
-from libs.engine.forward.ragged import RaggedBatch, Span, ragged_batch
+from libs.engine.forward.ragged import RaggedBatch, ragged_batch
 from libs.engine.forward.remote_kv import Hosts, Wait, WholeKv, result_now
 from libs.engine.forward.runner import HandOverBudget, Runner, leaving
 from libs.engine.hosting.hosted_modules import HostedModules
@@ -31,7 +31,7 @@ from libs.engine.migration.migrator import Migrator
 from libs.engine.outputs import LayerOutput, SequenceFailed, StepOutput
 from libs.engine.sampling.commit import commit
 from libs.engine.scheduling.scheduler import Chunk, Limits, Schedule, schedule
-from libs.engine.scheduling.sequence import Sequence, SequenceState
+from libs.engine.scheduling.sequence import Sequence, SequenceState, Span
 from libs.engine.scheduling.sequence_table import SequenceTable
 from libs.engine.settings import EngineSettings, pool_blocks
 from libs.model.layer import layer_bytes

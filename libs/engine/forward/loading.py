@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from libs.engine.errors import BadBlocks
-from libs.engine.forward.ragged import RaggedBatch, Span, ragged_batch
+from libs.engine.forward.ragged import RaggedBatch, ragged_batch
 from libs.engine.forward.remote_kv import WholeKv
 from libs.engine.forward.runner import Layerwise, Runner, leaving
 from libs.engine.memory.pool import BlockLayout
 from libs.engine.scheduling.scheduler import Chunk, Limits, loading_chunk
-from libs.engine.scheduling.sequence import Arrivals, Sequence, SequenceState
+from libs.engine.scheduling.sequence import Arrivals, Sequence, SequenceState, Span
 from libs.engine.scheduling.sequence_table import SequenceTable
 
 

@@ -15,25 +15,11 @@ from libs.engine.hosting.calls import BeginStep
 from libs.engine.hosting.hosted_step import highest_block
 from libs.engine.hosting.split_context import ContextPart, split_context
 from libs.engine.scheduling.rows import Rows
-from libs.engine.scheduling.sequence import Sequence
+from libs.engine.scheduling.sequence import Sequence, Span
 from libs.model.rotary import Rotary
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens `first <= position < end` of a sequence, to be computed in this step."""
-
-    sequence: Sequence
-    first: int
-    end: int
-
-    @property
-    def wants_token(self) -> bool:
-        """Whether the next token is chosen from this chunk's last row."""
-        return self.end == self.sequence.num_tokens
 
 
 @dataclass(frozen=True)

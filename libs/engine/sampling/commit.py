@@ -2,11 +2,11 @@
 
 import torch
 
-from libs.engine.forward.ragged import RaggedBatch, Span
+from libs.engine.forward.ragged import RaggedBatch
 from libs.engine.outputs import StepOutput, TokenOutput
 from libs.engine.sampling.sampler import NOT_FINITE, Sampled, sample
 from libs.engine.scheduling.scheduler import Chunk
-from libs.engine.scheduling.sequence import Sequence
+from libs.engine.scheduling.sequence import Sequence, Span
 from libs.engine.scheduling.sequence_table import SequenceTable
 from libs.request.outcome import FailureReason
 

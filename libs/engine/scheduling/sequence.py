@@ -10,6 +10,7 @@ sequence begun while its KV is still being written `is_loading` in waiting and r
 there.
 """
 
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
@@ -255,3 +256,17 @@ class Sequence:
             else:
                 self.names.append(next_name(self.names[-1], tokens.tobytes()))
         return self.names[:num_blocks]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `first <= position < end` of a sequence, to be computed in this step."""
+
+    sequence: Sequence
+    first: int
+    end: int
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether the next token is chosen from this chunk's last row."""
+        return self.end == self.sequence.num_tokens

@@ -22,12 +22,11 @@ from libs.engine.errors import (
     UnknownSequence,
     WrongState,
 )
-from libs.engine.forward.ragged import Span
 from libs.engine.memory.allocator import BlockAllocator
 from libs.engine.outputs import Reservation, SequenceFailed, TokenOutput
 from libs.engine.scheduling.rows import Rows
 from libs.engine.scheduling.scheduler import Chunk, Schedule, blocks_for
-from libs.engine.scheduling.sequence import Arrivals, Sequence, SequenceState
+from libs.engine.scheduling.sequence import Arrivals, Sequence, SequenceState, Span
 from libs.engine.settings import EngineSettings
 from libs.request.generation import Generation
 from libs.request.outcome import FailureReason
