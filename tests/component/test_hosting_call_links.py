@@ -118,7 +118,7 @@ async def test_guests_with_work_without_end_keep_no_other_from_coming_in(slow_la
             scene.engine.hosting.call("home", RunLayers("busy", home.hidden[1]), answer)
         async with call_links("ucx", "other") as other:
             calls = await other.connect("host", scene.calls.address, lambda calls, why: None)
-            with pytest.raises(HostLost, match="no module of this home"):
+            with pytest.raises(HostLost, match="no module of this owner"):
                 await calls.settle()
             assert not last.is_done
         await woken.wait()

@@ -111,7 +111,7 @@ def test_calls_that_wait_when_a_guest_is_closed_fail() -> None:
     host.modules.close_owner("home")
     with pytest.raises(HostLost, match="closed"):
         waiting.result()
-    with pytest.raises(HostLost, match="no module of this home"):
+    with pytest.raises(HostLost, match="no module of this owner"):
         host.ask(ReadBlocks("m0", None, np.array([0])))
     host.modules.close_owner("home")
 

@@ -148,7 +148,7 @@ def test_layers_whose_weights_did_not_come_are_told() -> None:
 
 def test_a_guest_that_has_nothing_here_is_answered() -> None:
     host = HostScene(MODEL)
-    with pytest.raises(HostLost, match="no module of this home"):
+    with pytest.raises(HostLost, match="no module of this owner"):
         host.ask(Settle(), "stranger")
 
 
