@@ -25,8 +25,8 @@ class DenseCache:
         return k, v
 
 
-def forward(model: Model, steps: Sequence[Sequence[int]], caches: Sequence[DenseCache]) -> torch.Tensor:
-    """float32 logits `[sum of T, vocab_size]` of each sequence's next tokens, one sequence after another.
+def hidden_states(model: Model, steps: Sequence[Sequence[int]], caches: Sequence[DenseCache]) -> torch.Tensor:
+    """What `Model.logits` takes, `[sum of T, hidden_size]`, of each sequence's next tokens in turn.
 
     `caches` hold what came before, one per sequence, and are extended.
     """
@@ -42,7 +42,18 @@ def forward(model: Model, steps: Sequence[Sequence[int]], caches: Sequence[Dense
         hidden = model.mlp(layer, model.attention_output(layer, hidden, torch.cat(attended)))
     for cache, length in zip(caches, lengths, strict=True):
         cache.num_tokens += length
-    return model.logits(hidden)
+    return hidden
+
+
+def forward(model: Model, steps: Sequence[Sequence[int]], caches: Sequence[DenseCache]) -> torch.Tensor:
+    """float32 logits `[sum of T, vocab_size]` after all those tokens."""
+    return model.logits(hidden_states(model, steps, caches))
+
+
+def last_logits(model: Model, steps: Sequence[Sequence[int]], caches: Sequence[DenseCache]) -> torch.Tensor:
+    """float32 logits `[num_sequences, vocab_size]` after the last of each sequence's next tokens."""
+    ends = torch.tensor([len(step) for step in steps]).cumsum(0) - 1
+    return model.logits(hidden_states(model, steps, caches)[ends.to(model.device)])
 
 
 def _attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: DenseCache) -> torch.Tensor:
@@ -58,7 +69,7 @@ def _attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache
 
 def prompt_logits(model: Model, token_ids: Sequence[int]) -> torch.Tensor:
     """float32 logits `[T, vocab_size]` after each token of one sequence."""
-    return forward(model, [token_ids], [DenseCache(model.config.num_layers)])
+    return model.logits(hidden_states(model, [token_ids], [DenseCache(model.config.num_layers)]))
 
 
 def greedy_tokens(model: Model, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
@@ -67,8 +78,7 @@ def greedy_tokens(model: Model, prompts: Sequence[Sequence[int]], num_tokens: in
     chosen: list[list[int]] = [[] for _ in prompts]
     steps = [list(prompt) for prompt in prompts]
     for _ in range(num_tokens):
-        ends = torch.tensor([len(step) for step in steps]).cumsum(0) - 1
-        steps = [[token] for token in forward(model, steps, caches)[ends].argmax(-1).tolist()]
+        steps = [[token] for token in last_logits(model, steps, caches).argmax(-1).tolist()]
         for tokens, step in zip(chosen, steps, strict=True):
             tokens.extend(step)
     return chosen

@@ -1,4 +1,4 @@
-"""The real mesh as a black box: `services.up` as a child process, real NATS, real UCX, the real model."""
+"""The real mesh as a black box: `services.up` as a child process, real NATS, real UCX."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 import openai
 
-MODEL = "smollm2-135m-instruct"
+SMOLLM2 = "smollm2-135m-instruct"
 START_TIMEOUT_SECONDS = 180.0
 
 
@@ -72,8 +72,11 @@ def _metric(service: dict[str, Any], stem: str, labels: dict[str, str]) -> float
 class Mesh:
     """A running `up` and what a test asks of it."""
 
-    def __init__(self, state_dir: Path, *flags: str) -> None:
+    def __init__(self, state_dir: Path, *flags: str, model: str = SMOLLM2, api_key: str = "none") -> None:
         self.port = _free_port()
+        self.source, self.model = model, Path(model).name
+        """A name or path, and what requests call it."""
+        self.api_key = api_key
         self.url = f"http://127.0.0.1:{self.port}"
         self.state_dir = state_dir
         self.output = state_dir / "up.txt"
@@ -86,6 +89,8 @@ class Mesh:
             str(self.port),
             "--state-dir",
             str(state_dir),
+            "--model",
+            model,
         ]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen([*command, *flags], stdout=output, stderr=subprocess.STDOUT)
@@ -112,7 +117,9 @@ class Mesh:
             return 0
 
     def services(self) -> list[dict[str, Any]]:
-        with urllib.request.urlopen(self.url + "/v1/mesh", timeout=5) as response:
+        headers = {"authorization": f"Bearer {self.api_key}"}
+        asked = urllib.request.Request(self.url + "/v1/mesh", headers=headers)
+        with urllib.request.urlopen(asked, timeout=5) as response:
             return list(json.load(response)["services"])
 
     def service(self, name: str) -> dict[str, Any]:
@@ -164,12 +171,12 @@ class Mesh:
         until(back, timeout_seconds=timeout_seconds, what=f"{name} serves again as a new incarnation")
 
     def client(self) -> openai.OpenAI:
-        client = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=120)
+        client = openai.OpenAI(base_url=self.url + "/v1", api_key=self.api_key, max_retries=0, timeout=120)
         self._clients.append(client)
         return client
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=self.api_key, max_retries=0, timeout=120)
 
     def stop(self) -> int:
         for client in self._clients:
@@ -184,8 +191,9 @@ class Mesh:
             raise
 
 
-def running_mesh(state_dir: Path, *flags: str) -> Iterator[Mesh]:
-    mesh = Mesh(state_dir, *flags)
+def running_mesh(state_dir: Path, *flags: str, model: str = SMOLLM2, api_key: str = "none") -> Iterator[Mesh]:
+    """A mesh that is ready, and ends well afterwards."""
+    mesh = Mesh(state_dir, *flags, model=model, api_key=api_key)
     try:
         mesh.wait_ready()
         yield mesh

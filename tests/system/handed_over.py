@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import httpx
+from tiny_model import BLOCK_BYTES
 
 from black_box import Mesh
 
 BETWEEN_READINGS_SECONDS = 0.04
-BLOCK_BYTES = 30 * 3 * 2 * 16 * 64 * 4
-"""SmolLM2 in float32: layers, KV heads, K and V, tokens, head size, bytes."""
 
 _SENT = re.compile(r'^kvmesh_kv_transfer_bytes_total{[^}]*direction="sent"[^}]*} (\S+)$', re.MULTILINE)
 _DONE = re.compile(r"^kvmesh_request_prefill_time_seconds_count(?:{[^}]*})? (\S+)$", re.MULTILINE)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 
-from black_box import MODEL, Mesh
+from black_box import Mesh
 from libs.bus.nats_bus import NatsBus
 
 MOVE_TIMEOUT_SECONDS = 150.0
@@ -168,6 +168,7 @@ class Load:
     """
 
     client: openai.AsyncOpenAI
+    model: str
     prompts: Sequence[str]
     expected: Sequence[str]
     max_tokens: int
@@ -218,7 +219,7 @@ class Load:
         if self.is_cold:
             extra["cache_salt"] = f"prompt {self.num_asked}"
         stream = await self.client.completions.create(
-            model=MODEL,
+            model=self.model,
             prompt=prompt,
             temperature=0,
             max_tokens=self.max_tokens,
@@ -244,7 +245,7 @@ async def load_on(
 ) -> AsyncIterator[Load]:
     """`num_streams` at once; those that are under way at the end of the block go on to their own end."""
     client = mesh.async_client()
-    load = Load(client, prompts, expected, max_tokens, is_cold, session)
+    load = Load(client, mesh.model, prompts, expected, max_tokens, is_cold, session)
     try:
         async with asyncio.TaskGroup() as group:
             for i in range(num_streams):

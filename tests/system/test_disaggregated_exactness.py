@@ -6,9 +6,10 @@ from collections.abc import Callable
 import openai
 import pytest
 
-from black_box import MODEL, Mesh
+from black_box import SMOLLM2, Mesh
 
 pytestmark = pytest.mark.system
+MESH = "smollm2"
 
 NUM_PROMPTS = 50
 MAX_TOKENS = 16
@@ -39,7 +40,7 @@ def expected(reference: Callable[[list[str], int], list[str]]) -> list[str]:
 
 def _complete(client: openai.OpenAI, prompt: str) -> str:
     answer = client.completions.create(
-        model=MODEL, prompt=prompt, temperature=0, max_tokens=MAX_TOKENS, extra_body={"ignore_eos": True}
+        model=SMOLLM2, prompt=prompt, temperature=0, max_tokens=MAX_TOKENS, extra_body={"ignore_eos": True}
     )
     return answer.choices[0].text
 
@@ -55,7 +56,7 @@ async def test_fifty_prompts_sixteen_at_once(mesh: Mesh, expected: list[str]) ->
     async def complete(prompt: str) -> str:
         async with limit:
             answer = await client.completions.create(
-                model=MODEL,
+                model=SMOLLM2,
                 prompt=prompt,
                 temperature=0,
                 max_tokens=MAX_TOKENS,

@@ -5,9 +5,10 @@ import random
 
 import pytest
 
-from black_box import MODEL, Mesh
+from black_box import Mesh
 
 pytestmark = pytest.mark.system
+MESH = "double"
 
 NUM_STREAMS = 200
 AT_ONCE = 16
@@ -20,7 +21,9 @@ async def test_two_hundred_dropped_streams_leave_every_gauge_at_zero_and_the_nex
     client, random_moment, limit = mesh.async_client(), random.Random(20), asyncio.Semaphore(AT_ONCE)
 
     async def answer() -> str:
-        reply = await client.completions.create(model=MODEL, prompt=question, temperature=0, max_tokens=16)
+        reply = await client.completions.create(
+            model=mesh.model, prompt=question, temperature=0, max_tokens=16
+        )
         return reply.choices[0].text
 
     async def open_and_drop(i: int) -> None:
@@ -32,7 +35,7 @@ async def test_two_hundred_dropped_streams_leave_every_gauge_at_zero_and_the_nex
                 # From "before the prompt is placed" to "in the middle of the answer".
                 async with asyncio.timeout(random_moment.uniform(0.0, 0.6)):
                     stream = await client.completions.create(
-                        model=MODEL, prompt=prompt, max_tokens=200, stream=True
+                        model=mesh.model, prompt=prompt, max_tokens=200, stream=True
                     )
                     async for _ in stream:
                         pass

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from black_box import MODEL, Mesh, child_of, until
+from black_box import Mesh, child_of, until
 
 pytestmark = pytest.mark.system
+MESH = "smollm2"
 
 
 def test_up_names_each_service_and_prints_a_curl_line_that_works(mesh: Mesh) -> None:
@@ -52,13 +53,15 @@ def test_a_restarted_broker_is_found_again_by_everybody(mesh: Mesh) -> None:
     before = {s["name"]: s["incarnation"] for s in mesh.services()}
     client = mesh.client()
     expected = (
-        client.completions.create(model=MODEL, prompt="Snow is", temperature=0, max_tokens=8).choices[0].text
+        client.completions.create(model=mesh.model, prompt="Snow is", temperature=0, max_tokens=8)
+        .choices[0]
+        .text
     )
     os.kill(child_of(mesh.process.pid, "nats-server"), signal.SIGKILL)
 
     def answers() -> bool:
         try:
-            reply = client.completions.create(model=MODEL, prompt="Snow is", temperature=0, max_tokens=8)
+            reply = client.completions.create(model=mesh.model, prompt="Snow is", temperature=0, max_tokens=8)
         except Exception:  # noqa: BLE001 - any refusal is fine until the broker is back
             return False
         return reply.choices[0].text == expected
@@ -87,8 +90,10 @@ def test_an_unknown_model_is_one_clear_line(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr + refused.stdout
 
 
-def test_nothing_outlives_an_up_that_was_killed(tmp_path: Path) -> None:
-    mesh = Mesh(tmp_path, "--dtype", "float32", "--num-blocks", "64", "--max-model-len", "512")
+def test_nothing_outlives_an_up_that_was_killed(tmp_path: Path, tiny_model: str) -> None:
+    mesh = Mesh(
+        tmp_path, "--dtype", "float32", "--num-blocks", "64", "--max-model-len", "512", model=tiny_model
+    )
     pids: list[int] = []
     try:
         mesh.wait_ready()

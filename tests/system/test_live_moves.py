@@ -1,58 +1,45 @@
 """Layers, KV heads and lent blocks move between real workers while streams run: no text tells of it."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 from handed_over import handed_over
 from mesh_moves import Moves, load_on, moves_of
+from meshes import NUM_POOL_BLOCKS
 
-from black_box import Mesh, running_mesh
+from black_box import Mesh
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.system
+MESH = "moving"
 
 NUM_STREAMS = 16
-NUM_TIMES = 10
+NUM_TIMES = 3
 ANSWER_TOKENS = 96
 
-CHUNK_TOKENS = 32
 NUM_CUT_STREAMS = 6
 CUT_ANSWER_TOKENS = 6
-CUT_BLOCKS = 11
-"""Of 16 tokens each: a prompt that is cut into six chunks."""
+CUT_BLOCKS = 62
+"""Of 16 tokens each: a prompt that is cut into 31 chunks."""
 
-NUM_POOL_BLOCKS = 512
 NUM_LONG_PROMPTS, NUM_LONG_STREAMS = 10, 1
 LONG_ANSWER_TOKENS = 4
 
-LAYERS = {"layers": [10, 20]}
+LAYERS = {"layers": [3, 5]}
 ONE_HEAD = {"kv_heads": [1]}
 TWO_HEADS = {"kv_heads": [0, 2]}
 
 Reference = Callable[[list[str], int], list[str]]
 
 
-@pytest.fixture(scope="module")
-def moving_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """One prefill and two decode workers without a store; longer prompts are cut, and moves are by hand.
-
-    A session stays with its decode worker, however long the queue there is.
-    """
-    flags = ["--dtype", "float32", "--decode", "2", "--stores", "0", "--no-automatic"]
-    flags += ["--max-num-batched-tokens", str(CHUNK_TOKENS), "--max-model-len", "2048"]
-    flags += ["--num-blocks", str(NUM_POOL_BLOCKS), "--session-stickiness-seconds", "1000"]
-    flags += ["--move-deadline-seconds", "120"]
-    yield from running_mesh(tmp_path_factory.mktemp("moving"), *flags)
-
-
 @pytest.fixture
-async def moves(moving_mesh: Mesh) -> AsyncIterator[Moves]:
+async def moves(mesh: Mesh) -> AsyncIterator[Moves]:
     """Whatever a test moved is home again at its end, and nothing is held anywhere."""
-    async with moves_of(moving_mesh) as moves:
+    async with moves_of(mesh) as moves:
         await moves.bring_home()
         yield moves
         await moves.wait_all_home()
-        moving_mesh.wait_idle()
+        mesh.wait_idle()
 
 
 def short_prompts() -> list[str]:
@@ -106,10 +93,10 @@ def tell(what: str, records: list[dict[str, Any]]) -> None:
 
 
 async def test_every_text_is_that_of_a_mesh_where_nothing_moves(
-    moving_mesh: Mesh, moves: Moves, short_answers: list[str]
+    mesh: Mesh, moves: Moves, short_answers: list[str]
 ) -> None:
     records: list[dict[str, Any]] = []
-    async with load_on(moving_mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+    async with load_on(mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
         for i in range(NUM_TIMES):
             for module in (layers_kind(i), ONE_HEAD, TWO_HEADS):
                 records += await moves.away_and_back("decode-0", host="decode-1", **module)
@@ -124,24 +111,22 @@ async def test_every_text_is_that_of_a_mesh_where_nothing_moves(
 
 @pytest.mark.parametrize("host", ["decode-1", "prefill-0"])
 async def test_any_worker_may_be_the_host(
-    moving_mesh: Mesh, moves: Moves, short_answers: list[str], host: str
+    mesh: Mesh, moves: Moves, short_answers: list[str], host: str
 ) -> None:
     """Two modules of one instance at once; they come home in the order in which they left."""
-    async with load_on(moving_mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
-        layers = await moves.done("decode-0", host=host, layers=[0, 5], kind="offload")
-        heads = await moves.done("decode-0", host="decode-1", layers=[5, 30], kv_heads=[2])
+    async with load_on(mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+        layers = await moves.done("decode-0", host=host, layers=[0, 2], kind="offload")
+        heads = await moves.done("decode-0", host="decode-1", layers=[2, 8], kv_heads=[2])
         await moves.wait_settled()
         for away in (layers, heads):
             await moves.done("decode-0", return_of=away["id"])
     assert (load.refused, load.errors) == ([], [])
 
 
-async def test_two_workers_host_for_each_other(
-    moving_mesh: Mesh, moves: Moves, short_answers: list[str]
-) -> None:
-    async with load_on(moving_mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
-        first = await moves.done("decode-0", host="decode-1", layers=[0, 10], kind="offload")
-        second = await moves.done("decode-1", host="decode-0", layers=[20, 30], kind="offload")
+async def test_two_workers_host_for_each_other(mesh: Mesh, moves: Moves, short_answers: list[str]) -> None:
+    async with load_on(mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+        first = await moves.done("decode-0", host="decode-1", layers=[0, 3], kind="offload")
+        second = await moves.done("decode-1", host="decode-0", layers=[5, 8], kind="offload")
         await moves.wait_settled()
         await load.next_right()
         await moves.done("decode-0", return_of=first["id"])
@@ -150,14 +135,12 @@ async def test_two_workers_host_for_each_other(
 
 
 async def test_prompts_that_are_cut_into_chunks_know_nothing_of_moves(
-    moving_mesh: Mesh, moves: Moves, cut_answers: list[str]
+    mesh: Mesh, moves: Moves, cut_answers: list[str]
 ) -> None:
     records: list[dict[str, Any]] = []
     async with (
-        handed_over(moving_mesh, "prefill-0", CUT_BLOCKS) as handed,
-        load_on(
-            moving_mesh, cut_prompts(), cut_answers, CUT_ANSWER_TOKENS, NUM_CUT_STREAMS, is_cold=True
-        ) as load,
+        handed_over(mesh, "prefill-0", CUT_BLOCKS) as handed,
+        load_on(mesh, cut_prompts(), cut_answers, CUT_ANSWER_TOKENS, NUM_CUT_STREAMS, is_cold=True) as load,
     ):
         for i in range(NUM_TIMES):
             for module in (layers_kind(i), ONE_HEAD, TWO_HEADS):
@@ -188,12 +171,12 @@ async def fill_a_pool(mesh: Mesh, long_answers: list[str]) -> str:
 
 
 async def test_lent_blocks_come_and_go_while_streams_run(
-    moving_mesh: Mesh, moves: Moves, short_answers: list[str], long_answers: list[str]
+    mesh: Mesh, moves: Moves, short_answers: list[str], long_answers: list[str]
 ) -> None:
     """A pool full of what is over: lent blocks are taken before any of it is forgotten."""
-    home = await fill_a_pool(moving_mesh, long_answers)
+    home = await fill_a_pool(mesh, long_answers)
     host = "decode-1" if home == "decode-0" else "decode-0"
-    async with load_on(moving_mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+    async with load_on(mesh, short_prompts(), short_answers, ANSWER_TOKENS, NUM_STREAMS) as load:
         away = await moves.done(home, host=host, tokens=True, num_blocks=64)
         await load.next_right()
         back = await moves.done(home, return_of=away["id"])

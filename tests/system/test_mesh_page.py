@@ -11,25 +11,19 @@ import httpx
 import openai
 import pytest
 from browser import Browser, Page, find_chromium, running_browser
+from meshes import ADMIN_KEY, KEY
 from page_checks import CARDS, CONNECTION, FAINT, LOOKS, TOO_WIDE, UNNAMED, see
 
-from black_box import MODEL, Mesh, running_mesh, until
+from black_box import Mesh, until
 
+MESH = "page"
 CHROMIUM = find_chromium()
 pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)"),
 ]
 
-KEY, ADMIN_KEY = "sk-for-the-page", "adm-for-the-page"
 PROMPT = "Rivers and the cities they flow through, with short notes on each of them. " * 8
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    flags = ["--num-blocks", "256", "--max-model-len", "1024", "--store-fetch-when", "always"]
-    flags += ["--api-key", KEY, "--admin-key", ADMIN_KEY, "--dtype", "float32"]
-    yield from running_mesh(tmp_path_factory.mktemp("page"), *flags)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +109,7 @@ def test_the_figures_move_with_the_work(mesh: Mesh, page: Page) -> None:
     see_on_card(page, "store-0", "0 B of")
     with openai.OpenAI(base_url=mesh.url + "/v1", api_key=KEY, max_retries=0) as client:
         with client.completions.create(
-            model=MODEL,
+            model=mesh.model,
             prompt=PROMPT,
             max_tokens=800,
             temperature=0,
@@ -138,15 +132,15 @@ def test_heads_that_move_are_seen_moving_and_at_their_new_place(mesh: Mesh, page
     see(page, "!!document.querySelector('[data-name=decode-0] .grid')", "the picture of the instance")
     picture = "document.querySelector('[data-name=decode-0] .grid').getAttribute('aria-label')"
     assert "all at home" in see(page, picture, "what it shows")
-    heads = {"instance": "decode-0", "host": "prefill-0", "kv_heads": [2], "layers": [0, 10]}
+    heads = {"instance": "decode-0", "host": "prefill-0", "kv_heads": [2], "layers": [0, 3]}
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     answer = httpx.post(mesh.url + "/v1/mesh/migrations", json=heads, headers=headers)
     assert answer.status_code == 202, answer.text
     ended = "document.querySelector('#ended').innerText"
     said = see(page, ended, "the move is over")
-    assert "KV head 2 of layers 0-9 of decode-0 to prefill-0" in said
+    assert "KV head 2 of layers 0-2 of decode-0 to prefill-0" in said
     assert "done" in said, said
-    see(page, f"{picture}.includes('KV head 2 of layers 0-9 at prefill-0')", "the heads are there")
+    see(page, f"{picture}.includes('KV head 2 of layers 0-2 at prefill-0')", "the heads are there")
     see(page, f"({CARDS})['prefill-0'].includes('for others')", "the host tells what it holds")
 
 

@@ -4,35 +4,31 @@ the move is left, and the next move works."""
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
 from mesh_moves import Moves, bus_of, load_on, moves_of, until_none
 
-from black_box import Mesh, child_of, running_mesh
+from black_box import Mesh, child_of
 from libs.bus.messages.migration import MigrationUpdate
 from libs.placement.migration import MigrationPhase
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(3 * 300)]
+pytestmark = pytest.mark.system
+MESH = "moving"
 
 NUM_STREAMS = 8
 ANSWER_TOKENS = 48
-ROW_SECONDS = 150.0
 HEAL_SECONDS = 60.0
 PHASE_SECONDS = 30.0
 FROZEN_SECONDS = 0.5
-NUM_ATTEMPTS = 3
-"""A phase may be over before what is told of it arrives, where the machine is busy."""
 
-LAYERS = {"layers": [10, 14], "kind": "offload"}
-WEIGHTS = {"layers": [20, 22], "kind": "migrate"}
-HEADS = {"layers": [0, 6], "kv_heads": [0, 2]}
-MANY_LAYERS = {"layers": [10, 20], "kind": "offload"}
+LAYERS = {"layers": [2, 6], "kind": "offload"}
+WEIGHTS = {"layers": [5, 7], "kind": "migrate"}
+HEADS = {"layers": [0, 4], "kv_heads": [0, 2]}
 MANY_HEADS = {"kv_heads": [0, 2]}
-"""Those that take so long to copy that much is written meanwhile: there is something to catch up with."""
-SMALL = {"layers": [3, 5], "kv_heads": [1]}
+SMALL = {"layers": [1, 2], "kv_heads": [1]}
 
 NATS, COORDINATOR = "nats", "coordinator-0"
 
@@ -55,61 +51,24 @@ class Row(NamedTuple):
     @property
     def needs_both(self) -> bool:
         """The move cannot go on without the victim."""
-        is_early = self.phase in (
-            MigrationPhase.RESERVING,
-            MigrationPhase.COPYING,
-            MigrationPhase.CATCHING_UP,
-        )
+        is_early = self.phase in (MigrationPhase.RESERVING, MigrationPhase.COPYING, MigrationPhase.CATCHING_UP)
         return is_early and self.victim in (self.home, self.host)
 
 
 D0, D1, P0 = "decode-0", "decode-1", "prefill-0"
 ROWS = [
-    Row(MigrationPhase.RESERVING, D0, D0, D1, WEIGHTS),
-    Row(MigrationPhase.RESERVING, COORDINATOR, D1, D0, LAYERS),
     Row(MigrationPhase.RESERVING, D1, D0, D1, HEADS),
-    Row(MigrationPhase.RESERVING, NATS, D1, D0, LAYERS),
     Row(MigrationPhase.COPYING, D0, D0, D1, LAYERS),
-    Row(MigrationPhase.COPYING, COORDINATOR, D1, D0, HEADS),
-    Row(MigrationPhase.COPYING, D1, D0, D1, WEIGHTS),
-    Row(MigrationPhase.COPYING, NATS, D0, D1, HEADS),
-    Row(MigrationPhase.COPYING, D0, D1, D0, HEADS, comes_home=True),
-    Row(MigrationPhase.CATCHING_UP, D1, D1, D0, MANY_LAYERS),
-    Row(MigrationPhase.CATCHING_UP, COORDINATOR, D1, D0, LAYERS),
-    Row(MigrationPhase.CATCHING_UP, D0, D1, D0, MANY_HEADS),
+    Row(MigrationPhase.COPYING, P0, P0, D1, MANY_HEADS),
     Row(MigrationPhase.CATCHING_UP, NATS, D1, D0, WEIGHTS),
     Row(MigrationPhase.SWITCHING, D1, D1, D0, HEADS),
-    Row(MigrationPhase.SWITCHING, COORDINATOR, D0, D1, LAYERS),
-    Row(MigrationPhase.SWITCHING, D0, D1, D0, WEIGHTS),
-    Row(MigrationPhase.SWITCHING, NATS, D0, D1, HEADS),
-    Row(MigrationPhase.SWITCHING, D1, D0, D1, LAYERS, comes_home=True),
-    Row(MigrationPhase.RELEASING, D0, D0, D1, WEIGHTS, comes_home=True),
     Row(MigrationPhase.RELEASING, COORDINATOR, D0, D1, HEADS, comes_home=True),
-    Row(MigrationPhase.RELEASING, D1, D0, D1, LAYERS, comes_home=True),
-    Row(MigrationPhase.RELEASING, NATS, D0, D1, LAYERS),
-    Row(MigrationPhase.DONE, D0, D0, D1, HEADS),
-    Row(MigrationPhase.DONE, COORDINATOR, D0, D1, WEIGHTS),
     Row(MigrationPhase.DONE, D1, D0, D1, WEIGHTS),
-    Row(MigrationPhase.DONE, NATS, D0, D1, LAYERS),
-    Row(MigrationPhase.COPYING, D0, P0, D0, LAYERS),
-    Row(MigrationPhase.DONE, D1, P0, D1, HEADS),
-    Row(MigrationPhase.CATCHING_UP, P0, P0, D1, MANY_HEADS),
 ]
-
-
-@pytest.fixture(scope="module")
-def fragile_mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """One prefill and two decode workers whose moves copy slowly enough to be met in each phase."""
-    flags = ["--dtype", "float32", "--decode", "2", "--stores", "0", "--no-automatic"]
-    flags += ["--max-num-batched-tokens", "256", "--num-blocks", "512", "--max-model-len", "2048"]
-    flags += ["--move-bandwidth-mib", "24", "--move-deadline-seconds", "120"]
-    flags += ["--stable-seconds", "1"]  # who died is back soon, however often it died before
-    yield from running_mesh(tmp_path_factory.mktemp("fragile"), *flags)
+"""A kill in each phase, each kind of victim at least once; every pair of both is in the component tests."""
 
 
 def prompts() -> list[str]:
-    """Their greedy answers are nowhere near a tie (0.018 between the best two tokens at least): who is
-    replayed is computed in other pieces, and letter 4 had a tie of 0.00001."""
     river = "today I walked along the river and saw many birds. "
     return [f"Letter {20 + i}. Dear friend, " + river * (4 + 4 * (i % 5)) for i in range(NUM_STREAMS)]
 
@@ -120,8 +79,8 @@ def answers(reference: Callable[[list[str], int], list[str]]) -> list[str]:
 
 
 @pytest.fixture
-async def moves(fragile_mesh: Mesh) -> AsyncIterator[Moves]:
-    async with moves_of(fragile_mesh) as moves:
+async def moves(mesh: Mesh) -> AsyncIterator[Moves]:
+    async with moves_of(mesh) as moves:
         moves.patience_seconds = 10.0
         yield moves
 
@@ -159,16 +118,13 @@ class Killing:
         self._look()
 
     def hear(self, told: MigrationUpdate) -> None:
-        if told.record.phase is self._row.phase:
-            self._entered.add(told.record.move_id)
+        if told.move.phase is self._row.phase:
+            self._entered.add(told.move.move_id)
             self._look()
 
     def _look(self) -> None:
         if self.move_id in self._entered and not self.is_done.is_set():
-            if (
-                self._row.phase in (MigrationPhase.SWITCHING, MigrationPhase.RELEASING)
-                and not self._is_frozen
-            ):
+            if self._row.phase in (MigrationPhase.SWITCHING, MigrationPhase.RELEASING) and not self._is_frozen:
                 self.freeze()
             os.kill(self._victim, signal.SIGKILL)
             self.is_done.set()
@@ -227,11 +183,10 @@ def check_epoch(row: Row, record: dict[str, Any], before: int, after: int) -> No
         assert after > before
 
 
-async def kill_once(mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> bool:
-    """One row, with all that must hold; False where the move had left its phase before the kill came."""
+@pytest.mark.parametrize("row", ROWS, ids=[row.name + f"-{row.home[0]}" for row in ROWS])
+async def test_kill_in_each_phase(mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> None:
     capacities_before = await capacities(moves)
     async with (
-        asyncio.timeout(ROW_SECONDS),
         healing(mesh, moves, row.victim),
         load_on(mesh, prompts(), answers, ANSWER_TOKENS, NUM_STREAMS) as load,
         bus_of(mesh) as bus,
@@ -257,9 +212,7 @@ async def kill_once(mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> b
     assert len(load.errors) <= (0 if row.victim == COORDINATOR else NUM_STREAMS // 4), load.errors
     await moves.wait_settled()
     record = await moves.record(killing.move_id)
-    is_met = not (row.needs_both and record["phase"] == "done")
-    if is_met:
-        check_outcome(row, record)
+    check_outcome(row, record)
     check_epoch(row, record, epoch, await moves.epoch(row.home))
     await moves.bring_home()
     await moves.wait_all_home()
@@ -267,23 +220,14 @@ async def kill_once(mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> b
     await moves.away_and_back(row.home, host=row.host, **SMALL)
     await moves.wait_all_home()
     await wait_capacities(moves, capacities_before)
-    return is_met
-
-
-@pytest.mark.parametrize("row", ROWS, ids=[row.name + f"-{row.home[0]}" for row in ROWS])
-async def test_kill_in_each_phase(fragile_mesh: Mesh, moves: Moves, answers: list[str], row: Row) -> None:
-    for _ in range(NUM_ATTEMPTS):
-        if await kill_once(fragile_mesh, moves, answers, row):
-            return
-    pytest.fail(f"{NUM_ATTEMPTS} times the move had left {row.phase.value} before the kill came")
 
 
 async def test_a_move_that_is_cancelled_leaves_nothing_behind(
-    fragile_mesh: Mesh, moves: Moves, answers: list[str]
+    mesh: Mesh, moves: Moves, answers: list[str]
 ) -> None:
-    async with load_on(fragile_mesh, prompts(), answers, ANSWER_TOKENS, NUM_STREAMS) as load:
+    async with load_on(mesh, prompts(), answers, ANSWER_TOKENS, NUM_STREAMS) as load:
         epoch = await moves.epoch(D0)
-        move_id = await moves.begin(D0, host=D1, layers=[0, 20], kind="migrate")
+        move_id = await moves.begin(D0, host=D1, layers=[0, 6], kind="migrate")
         cancelled = await moves.cancel(move_id)
         assert cancelled.status_code == 202, cancelled.text
         record = await moves.wait_over(move_id)
@@ -294,4 +238,4 @@ async def test_a_move_that_is_cancelled_leaves_nothing_behind(
         await load.next_right()
     assert (load.refused, load.errors) == ([], [])
     await moves.wait_all_home()
-    await asyncio.to_thread(fragile_mesh.wait_idle)
+    await asyncio.to_thread(mesh.wait_idle)

@@ -3,9 +3,11 @@
 import openai
 import pytest
 
-from black_box import MODEL, Mesh
+from black_box import SMOLLM2 as MODEL
+from black_box import Mesh
 
 pytestmark = pytest.mark.system
+MESH = "smollm2"
 
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer with one short sentence."}]
 

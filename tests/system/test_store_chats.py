@@ -2,38 +2,19 @@
 from memory and from disk, on any instance, and no answer differs from a cold run."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import openai
 import pytest
 
-from black_box import MODEL, Mesh, running_mesh
+from black_box import Mesh
 
 pytestmark = pytest.mark.system
+MESH = "chats"
 
 NUM_CHATS, NUM_TURNS, ANSWER_TOKENS = 64, 3, 24
 NUM_AT_ONCE = 8
 TOPICS = ("rivers", "bridges", "clocks", "gardens", "winds", "letters", "ships", "bread")
-BLOCK_BYTES = 30 * 3 * 2 * 16 * 64 * 4
-"""SmolLM2 in float32: layers, KV heads, K and V, tokens, head size, bytes."""
-NEAR_TIES = frozenset({11, 45, 52, 59})
-"""Guests left out: somewhere in their answers the best two tokens are less than 0.002 apart, and sums in
-another order may choose the other."""
-GUESTS = [guest for guest in range(NUM_CHATS + len(NEAR_TIES)) if guest not in NEAR_TIES]
-NUM_ALL_BLOCKS = 900
-"""About what the chats leave behind."""
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """Pools small enough that little survives in them from one turn of a chat to the next; whatever is stored
-    is fetched, however slow the machine is."""
-    memory_gib = NUM_ALL_BLOCKS * 0.2 * BLOCK_BYTES / 2**30
-    flags = ["--dtype", "float32", "--prefill", "2", "--decode", "2", "--num-blocks", "160"]
-    flags += ["--stores", "2", "--memory-gib", f"{memory_gib / 2:.4f}", "--disk-gib", "1"]
-    flags += ["--store-find-timeout-seconds", "10", "--store-fetch-timeout-seconds", "20"]
-    flags += ["--store-fetch-when", "always"]
-    yield from running_mesh(tmp_path_factory.mktemp("chats"), *flags)
 
 
 def opening(chat: int) -> str:
@@ -52,7 +33,7 @@ async def ask_all(mesh: Mesh, prompts: list[str]) -> list[openai.types.Completio
     async def ask(client: openai.AsyncOpenAI, prompt: str) -> openai.types.Completion:
         async with seats:
             return await client.completions.create(
-                model=MODEL,
+                model=mesh.model,
                 prompt=prompt,
                 max_tokens=ANSWER_TOKENS,
                 temperature=0,
@@ -66,7 +47,7 @@ async def ask_all(mesh: Mesh, prompts: list[str]) -> list[openai.types.Completio
 def test_every_answer_of_many_chats_equals_a_cold_run_and_both_tiers_are_hit(
     mesh: Mesh, reference: Callable[[list[str], int], list[str]]
 ) -> None:
-    prompts = [opening(guest) for guest in GUESTS]
+    prompts = [opening(guest) for guest in range(NUM_CHATS)]
     num_cached: list[int] = []
     for turn in range(NUM_TURNS):
         answers = asyncio.run(ask_all(mesh, prompts))

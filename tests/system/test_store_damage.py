@@ -1,40 +1,26 @@
-"""What happens to a store's files behind its back costs hits and never a wrong text: the real mesh is ended,
-its files are damaged, it is started again, and the same prompts get the same answers."""
+"""What happens to a store's files behind its back costs hits and never a wrong text: the store is killed, its
+files are damaged, `up` starts it again, and the same prompts get the same answers."""
 
 import os
-import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from black_box import MODEL, Mesh, running_mesh
+from black_box import Mesh, until
 
 pytestmark = pytest.mark.system
+MESH = "damage"
 
 ANSWER_TOKENS = 8
+NUM_PROMPT_BLOCKS = 24
+"""Full ones of each prompt, at least. The pools hold two prompts: the one before those is forgotten there."""
 PROMPTS = [
-    f"Entry {n}: " + " ".join(f"the {n * 40 + i}. stone lies beside the {i}. tree;" for i in range(24))
+    f"Entry {n}: " + " ".join(f"the {n * 40 + i}. stone lies beside the {i}. tree;" for i in range(28))
     for n in range(4)
 ]
-FLAGS = (
-    "--dtype",
-    "float32",
-    "--num-blocks",
-    "512",
-    "--memory-gib",
-    "0.5",
-    "--disk-gib",
-    "1",
-    "--coordinators",
-    "0",
-    "--store-fetch-when",
-    "always",
-    "--store-find-timeout-seconds",
-    "10",
-    "--store-fetch-timeout-seconds",
-    "20",
-)
+STORE = "store-0"
 
 
 def ask(mesh: Mesh) -> tuple[list[str], int]:
@@ -42,7 +28,7 @@ def ask(mesh: Mesh) -> tuple[list[str], int]:
     client = mesh.client()
     answers = [
         client.completions.create(
-            model=MODEL,
+            model=mesh.model,
             prompt=prompt,
             max_tokens=ANSWER_TOKENS,
             temperature=0,
@@ -52,6 +38,35 @@ def ask(mesh: Mesh) -> tuple[list[str], int]:
     ]
     cached = [a.usage.prompt_tokens_details for a in answers if a.usage]
     return [a.choices[0].text for a in answers], sum((c.cached_tokens or 0) for c in cached if c)
+
+
+def wait_written(mesh: Mesh) -> None:
+    """Until everything is on disk."""
+
+    def is_written() -> bool:
+        num_blocks = mesh.metric_of(STORE, "kvmesh_store_tier_blocks", tier="disk")
+        is_busy = mesh.metric_of(STORE, "kvmesh_store_num_unwritten_blocks")
+        is_coming = mesh.metric_of(STORE, "kvmesh_store_num_staged_blocks")
+        return num_blocks >= NUM_PROMPT_BLOCKS * len(PROMPTS) and not is_busy and not is_coming
+
+    until(is_written, timeout_seconds=30, what="the store has written all blocks")
+
+
+def restart_store(mesh: Mesh, damage: Callable[[Path], None] | None) -> None:
+    """Kill it, damage its files before it is back, and wait until both workers are linked to it again."""
+    os.kill(mesh.process.pid, signal.SIGSTOP)  # it would start the store again at once
+    try:
+        old = mesh.kill(STORE)
+        for segment in segments(mesh.state_dir) if damage else ():
+            damage(segment)
+    finally:
+        os.kill(mesh.process.pid, signal.SIGCONT)
+    mesh.wait_restarted(STORE, old)
+    until(
+        lambda: mesh.metric_of(STORE, "kvmesh_num_links") >= 2,
+        timeout_seconds=30,
+        what="both workers are linked to the store",
+    )
 
 
 def segments(state_dir: Path) -> list[Path]:
@@ -84,40 +99,31 @@ def swap_halves(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The state folder of a mesh that has answered all and ended well, and its answers."""
-    state_dir = tmp_path_factory.mktemp("stored")
-    for mesh in running_mesh(state_dir, *FLAGS):
-        texts, _ = ask(mesh)
-    return state_dir, texts
+def answers(mesh: Mesh, reference: Callable[[list[str], int], list[str]]) -> list[str]:
+    """What the prompts must get, and got while nothing was stored."""
+    expected = reference(PROMPTS, ANSWER_TOKENS)
+    assert ask(mesh) == (expected, 0)
+    return expected
 
 
-def restarted(stored: tuple[Path, list[str]], folder: Path, damage: Callable[[Path], None] | None) -> int:
-    """Start on a copy of the folder after the damage; the texts must be the same. Tells the tokens found."""
-    shutil.copytree(stored[0] / "kv", folder / "kv")
-    if damage is not None:
-        for segment in segments(folder):
-            damage(segment)
-    num_found = 0
-    for mesh in running_mesh(folder, *FLAGS):
-        texts, num_found = ask(mesh)
-        assert texts == stored[1]
-        again, num_found_again = ask(mesh)
-        assert again == stored[1]
-        assert num_found_again > num_found or damage is None, "what was computed again is stored again"
-        mesh.wait_idle()
-    return num_found
-
-
-def test_after_a_restart_what_was_on_disk_is_found(
-    stored: tuple[Path, list[str]], tmp_path: Path, reference: Callable[[list[str], int], list[str]]
-) -> None:
-    assert stored[1] == reference(PROMPTS, ANSWER_TOKENS)
-    assert restarted(stored, tmp_path, None) > 256 * len(PROMPTS)
+def test_after_a_restart_what_was_on_disk_is_found(mesh: Mesh, answers: list[str]) -> None:
+    wait_written(mesh)
+    restart_store(mesh, None)
+    texts, num_found = ask(mesh)
+    assert texts == answers
+    assert num_found >= 16 * NUM_PROMPT_BLOCKS * len(PROMPTS)
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, delete, swap_halves])
 def test_damaged_files_cost_hits_and_never_a_wrong_text(
-    stored: tuple[Path, list[str]], tmp_path: Path, damage: Callable[[Path], None]
+    mesh: Mesh, answers: list[str], damage: Callable[[Path], None]
 ) -> None:
-    assert restarted(stored, tmp_path, damage) < 256 * len(PROMPTS)
+    wait_written(mesh)
+    restart_store(mesh, damage)
+    texts, num_found = ask(mesh)
+    assert texts == answers
+    assert num_found < 16 * NUM_PROMPT_BLOCKS * len(PROMPTS)
+    again, num_found_again = ask(mesh)
+    assert again == answers
+    assert num_found_again > num_found, "what was computed again is stored again"
+    mesh.wait_idle()

@@ -3,43 +3,33 @@
 import json
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from meshes import ONE, TRACE, TWO
 
-from black_box import MODEL, Mesh, running_mesh, until
+from black_box import Mesh, until
 
 pytestmark = pytest.mark.system
+MESH = "tenants"
 
-ONE, TWO = "sk-first-tenant", "sk-second-tenant"
 PROMPT = "A list of rivers and the cities they flow through, with short notes on each of them. " * 8
-HELD, TRACE = "kvmesh_store_num_blocks", "access.jsonl"
+HELD = "kvmesh_store_num_blocks"
 MANY_TOKENS = 96
 """Fewer than the full blocks of the prompt have."""
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """Two prefill workers, so that what one of them computed comes to the other through the store."""
-    flags = ["--dtype", "float32", "--prefill", "2", "--num-blocks", "256", "--policy", "round_robin"]
-    flags += ["--store-find-timeout-seconds", "10", "--store-fetch-timeout-seconds", "20"]
-    flags += ["--store-fetch-when", "always", "--api-key", f"{ONE},{TWO}"]
-    state_dir = tmp_path_factory.mktemp("tenants")
-    yield from running_mesh(state_dir, *flags, "--access-trace", str(state_dir / TRACE))
-
-
 class Tenant:
     def __init__(self, mesh: Mesh, key: str) -> None:
-        self._url, self._key = mesh.url, key
+        self._url, self._model, self._key = mesh.url, mesh.model, key
 
     def ask(self, prompt: str = PROMPT, **extra: str) -> tuple[str, int]:
         """The answer, and how many tokens of the prompt were found."""
         with openai.OpenAI(base_url=self._url + "/v1", api_key=self._key, max_retries=0) as client:
             answer = client.completions.create(
-                model=MODEL, prompt=prompt, max_tokens=8, temperature=0, extra_body=extra
+                model=self._model, prompt=prompt, max_tokens=8, temperature=0, extra_body=extra
             )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None

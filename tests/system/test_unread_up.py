@@ -10,9 +10,22 @@ import pytest
 pytestmark = pytest.mark.system
 
 
-def test_an_up_that_nobody_reads_ends_with_all_that_it_started_and_without_a_word(tmp_path: Path) -> None:
+def test_an_up_that_nobody_reads_ends_with_all_that_it_started_and_without_a_word(
+    tmp_path: Path, tiny_model: str
+) -> None:
     read_end, write_end = os.pipe()
-    words = ("--port", "0", "--dtype", "float32", "--num-blocks", "64", "--max-model-len", "512")
+    words = (
+        "--model",
+        tiny_model,
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+        "--num-blocks",
+        "64",
+        "--max-model-len",
+        "512",
+    )
     with os.fdopen(read_end) as reader, os.fdopen(write_end) as unread_end:
         up = subprocess.Popen(
             [sys.executable, "-m", "services.up", "--state-dir", str(tmp_path), *words],
