@@ -1,8 +1,9 @@
-"""What tests share: virtual time, examples that properties try, Triton's interpreter without a GPU."""
+"""What tests share: limits, virtual time, examples of properties, Triton's interpreter without a GPU."""
 
 import asyncio
 import os
 import selectors
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,25 @@ settings.register_profile("quick", max_examples=25, stateful_step_count=30, dead
 settings.register_profile("deep", max_examples=400, stateful_step_count=60, deadline=None)
 settings.load_profile("quick")
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in the background of a script. Programs that tests start would ignore the Ctrl-C that they are sent.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_LIMIT_SECONDS = {"unit": 20, "contract": 120, "component": 120, "system": 600}
+"""A test that takes longer hangs, by the folder it stands in; a mark on a test may say otherwise."""
+_DEEP_FACTOR = 16
+
 _STUCK_SECONDS = 20.0
 _LEAST_SECONDS = 1e-6
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each test gets the limit of its folder."""
+    factor = _DEEP_FACTOR if config.getoption("--hypothesis-profile", None) == "deep" else 1
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in _LIMIT_SECONDS and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_LIMIT_SECONDS[folder] * factor))
 
 
 class _JumpingSelector(selectors.DefaultSelector):

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,20 @@ def kvmesh(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]
         return code, *capsys.readouterr()
 
     return run
+
+
+@asynccontextmanager
+async def started(*words: str, stdout: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`kvmesh` as a program of its own, which does not outlive the block."""
+    command = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.cli", *words, stdout=stdout, stderr=PIPE
+    )
+    try:
+        yield command
+    finally:
+        if command.returncode is None:
+            command.kill()
+            await command.communicate()
 
 
 async def tell(mesh: Mesh, message: Any) -> None:
@@ -157,11 +172,8 @@ async def test_who_stops_waiting_is_told_what_goes_on_and_how_to_cancel_it(
 ) -> None:
     owners.begins = record(host_name="prefill-0", instance_name="decode-0")
     words = ("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
-    command = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli", *words, stdout=PIPE, stderr=PIPE
-    )
-    assert command.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(30), started(*words, stdout=PIPE) as command:
+        assert command.stdout is not None
         assert b": layers 20-29 of decode-0" in await command.stdout.readline()
         command.send_signal(number)
         _, said = await command.communicate()
@@ -184,11 +196,9 @@ async def test_a_command_that_nobody_reads_ends_without_a_word(
     await tell(mesh, told(HEADS_AWAY, moves=(done(),)))
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli", *words, stdout=write_end, stderr=PIPE
-    )
-    os.close(write_end)
-    _, said = await command.communicate()
+    async with started(*words, stdout=write_end) as command:
+        os.close(write_end)
+        _, said = await command.communicate()
     assert (command.returncode, said) == (141, b"")
 
 
@@ -198,15 +208,13 @@ async def test_a_move_whose_reader_has_gone_goes_on_and_it_is_said_how_to_cancel
     owners.begins = record(host_name="prefill-0", instance_name="decode-0")
     words = ("migrate", "decode-0", "--to", "prefill-0", "--layers", "20:30", "--wait")
     read_end, write_end = os.pipe()
-    command = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli", *words, stdout=write_end, stderr=PIPE
-    )
-    os.close(write_end)
-    assert b": layers 20-29" in await asyncio.to_thread(os.read, read_end, 100)
-    os.close(read_end)
-    (asked,) = owners.asked
-    await owners.tell(done(move_id=asked.move_id))
-    _, said = await command.communicate()
+    async with started(*words, stdout=write_end) as command:
+        os.close(write_end)
+        assert b": layers 20-29" in await asyncio.to_thread(os.read, read_end, 100)
+        os.close(read_end)
+        (asked,) = owners.asked
+        await owners.tell(done(move_id=asked.move_id))
+        _, said = await command.communicate()
     assert command.returncode == 141
     assert said.startswith(f"move {asked.move_id} goes on without this command".encode())
     assert said.count(b"\n") == 1

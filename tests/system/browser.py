@@ -143,6 +143,9 @@ def running_browser(executable: str, profile: Path) -> Iterator[Browser]:
         "--hide-scrollbars",
         "--disable-dev-shm-usage",
         "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-quic",
+        "--disable-sync",
     ]
     if os.geteuid() == 0:
         flags.append("--no-sandbox")  # Chromium's own sandbox refuses root

@@ -1,8 +1,10 @@
 """Meshes and the single-process reference that the system tests share."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from browser import Browser, find_chromium, running_browser
 from dense_reference import Reference
 from meshes import MESHES
 from tiny_model import write_tiny_model
@@ -35,6 +37,19 @@ def mesh(
     yield from running_mesh(
         state_dir, "--dtype", "float32", *words, model=model or tiny_model, api_key=api_key
     )
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A real one. Tests are skipped where none is installed, or fail if $KVMESH_TESTS_REQUIRE is `browser`."""
+    executable = find_chromium()
+    if executable is None:
+        ends = pytest.fail if os.environ.get("KVMESH_TESTS_REQUIRE") == "browser" else pytest.skip
+        ends(
+            'no Chromium is installed: apt-get install chromium && make test ARGS="tests/system -k mesh_page"'
+        )
+    with running_browser(executable, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

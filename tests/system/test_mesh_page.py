@@ -10,27 +10,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from browser import Browser, Page, find_chromium, running_browser
+from browser import Browser, Page
 from meshes import ADMIN_KEY, KEY
 from page_checks import CARDS, CONNECTION, FAINT, LOOKS, TOO_WIDE, UNNAMED, see
 
 from black_box import Mesh, until
 
 MESH = "page"
-CHROMIUM = find_chromium()
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)"),
-]
+pytestmark = pytest.mark.system
 
 PROMPT = "Rivers and the cities they flow through, with short notes on each of them. " * 8
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    with running_browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
 
 
 def give_key(page: Page, key: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from browser import Browser, Page, find_chromium, running_browser
+from browser import Browser, Page
 from gateway_coordinator import (
     DECODE,
     PREFILL,
@@ -30,11 +30,7 @@ from libs.placement.migration import MigrationPhase
 from libs.placement.module import heads_of, remote_blocks, whole_layers
 from libs.placement.placement import Placement, all_at_owner
 
-CHROMIUM = find_chromium()
-pytestmark = [
-    pytest.mark.system,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)"),
-]
+pytestmark = pytest.mark.system
 
 DECODE_1, PREFILL_1 = "decode-1-i", "prefill-1-i"
 MIXED = (
@@ -47,13 +43,6 @@ LARGE = (
     .with_module(placed(whole_layers(70, 80), PREFILL_1, "q"))
     .with_module(placed(heads_of(0, 70, (6, 7)), PREFILL, "q2"))
 )
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    with running_browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
