@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
-from moves_scene import HOST_BLOCKS, MovesScene, moving_mesh
+from moves_scene import HOST_BLOCKS, SECONDS, MovesScene, moving_mesh
 from workers_mesh import prompt_of
 
 from libs.bus.messages.migration import MigrationAccepted
@@ -23,6 +24,16 @@ PHASES = [
     MigrationPhase.DONE,
 ]
 MODULES = {"layers": whole_layers(1, 3), "heads": heads_of(0, 3, (1,))}
+KINDS: dict[str, dict[str, Any]] = {
+    **{name: {"module": module} for name, module in MODULES.items()},
+    "weights": {"module": whole_layers(1, 3), "with_weights": True},
+}
+in_each_phase = pytest.mark.parametrize(
+    ("phase", "kind"),
+    [(phase, list(KINDS.values())[number % len(KINDS)]) for number, phase in enumerate(PHASES)],
+    ids=[f"{phase.value}-{list(KINDS)[number % len(KINDS)]}" for number, phase in enumerate(PHASES)],
+)
+both_ways = pytest.mark.parametrize("comes_home", [False, True], ids=["away", "home-again"])
 
 
 async def lose_links(scene: MovesScene) -> None:
@@ -53,11 +64,13 @@ async def test_a_host_that_is_lost_costs_time_and_no_token(
         assert scene.home.gauge("kvmesh_num_blocks") == 256
 
 
-@pytest.mark.parametrize("phase", PHASES)
-async def test_a_host_that_is_lost_on_the_way_back_costs_time_and_no_token(phase: MigrationPhase) -> None:
+@in_each_phase
+async def test_a_host_that_is_lost_on_the_way_back_costs_time_and_no_token(
+    kind: dict[str, Any], phase: MigrationPhase
+) -> None:
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
         streams = await scene.begin(4, 200)
-        away = await scene.away(MODULES["heads"])
+        away = await scene.away(**kind)
         started = await scene.start(returned_move_id=away.move_id)
         assert isinstance(started, MigrationAccepted)
         await scene.until(started.move_id, phase)
@@ -67,11 +80,15 @@ async def test_a_host_that_is_lost_on_the_way_back_costs_time_and_no_token(phase
         await scene.until_nothing_is_left()
 
 
-@pytest.mark.parametrize("phase", PHASES)
-async def test_a_home_that_dies_leaves_nothing_at_its_host(phase: MigrationPhase) -> None:
+@both_ways
+@in_each_phase
+async def test_a_home_that_dies_leaves_nothing_at_its_host(
+    kind: dict[str, Any], phase: MigrationPhase, comes_home: bool
+) -> None:
     async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
         await scene.begin(4, 400)
-        started = await scene.start(MODULES["layers"])
+        order = {"returned_move_id": (await scene.away(**kind)).move_id} if comes_home else kind
+        started = await scene.start(**order)
         assert isinstance(started, MigrationAccepted)
         await scene.until(started.move_id, phase)
         await scene.mesh.kill(scene.home)
@@ -81,6 +98,28 @@ async def test_a_home_that_dies_leaves_nothing_at_its_host(phase: MigrationPhase
         assert host.gauge("kvmesh_num_blocks") == HOST_BLOCKS
         stream = await scene.gateway.generate([1, 2, 3], decode=host.incarnation, max_tokens=5)
         assert len(stream.tokens) == 5
+
+
+@both_ways
+@in_each_phase
+async def test_a_broker_that_dies_stops_no_move_and_no_stream(
+    kind: dict[str, Any], phase: MigrationPhase, comes_home: bool
+) -> None:
+    """Nobody but the two workers is needed once a move has begun: neither broker nor coordinator."""
+    async with moving_mesh(move_bandwidth_mib=SLOW) as scene:
+        streams = await scene.begin(4, 200)
+        order = {"returned_move_id": (await scene.away(**kind)).move_id} if comes_home else kind
+        started = await scene.start(**order)
+        assert isinstance(started, MigrationAccepted)
+        await scene.until(started.move_id, phase)
+        scene.mesh.broker.stop()
+        await scene.mesh.until(lambda: bool(scene.placement.placed) is not comes_home)
+        scene.mesh.broker.start()
+        await scene.check(streams)
+        async with asyncio.timeout(SECONDS):
+            while scene.placement.placed:  # the move may not have released yet
+                await scene.bring_home()
+        await scene.until_nothing_is_left()
 
 
 async def test_a_home_that_falls_silent_loses_its_modules_when_its_lease_ends() -> None:

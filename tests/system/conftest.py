@@ -41,7 +41,7 @@ def mesh(
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A real one. Tests are skipped where none is installed, or fail if $KVMESH_TESTS_REQUIRE is `browser`."""
+    """A real one. Where none is installed tests are skipped, or fail if $KVMESH_TESTS_REQUIRE is `browser`"""
     executable = find_chromium()
     if executable is None:
         ends = pytest.fail if os.environ.get("KVMESH_TESTS_REQUIRE") == "browser" else pytest.skip

@@ -19,8 +19,8 @@ ANSWER_TOKENS = 96
 
 NUM_CUT_STREAMS = 6
 CUT_ANSWER_TOKENS = 6
-CUT_BLOCKS = 62
-"""Of 16 tokens each: a prompt that is cut into 31 chunks."""
+CUT_LINES, CUT_BLOCKS = 66, 59
+"""Blocks of 16 tokens: a prompt that is cut into 30 chunks."""
 
 NUM_LONG_PROMPTS, NUM_LONG_STREAMS = 10, 1
 LONG_ANSWER_TOKENS = 4
@@ -61,7 +61,7 @@ def long_prompts() -> list[str]:
 
 def cut_prompts() -> list[str]:
     """Of `CUT_BLOCKS` blocks each, so that what is handed over can be counted."""
-    return [lines_of(letter, i, 12) for i, letter in enumerate("ABCDEFGHIJKL")]
+    return [lines_of(letter, i, CUT_LINES) for i, letter in enumerate("ABCDEFGHIJKL")]
 
 
 @pytest.fixture(scope="module")
