@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from browser import Browser, find_chromium, running_browser
-from dense_reference import Reference
+from mesh_reference import Reference
 from meshes import MESHES
 from tiny_model import write_tiny_model
 
@@ -41,10 +41,10 @@ def mesh(
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A real one. Where none is installed tests are skipped, or fail if $KVMESH_TESTS_REQUIRE is `browser`"""
+    """A real one. Where none is installed tests are skipped, or fail if $TESTS_REQUIRE is `browser`"""
     executable = find_chromium()
     if executable is None:
-        ends = pytest.fail if os.environ.get("KVMESH_TESTS_REQUIRE") == "browser" else pytest.skip
+        ends = pytest.fail if os.environ.get("TESTS_REQUIRE") == "browser" else pytest.skip
         ends(
             'no Chromium is installed: apt-get install chromium && make test ARGS="tests/system -k mesh_page"'
         )

@@ -12,9 +12,11 @@ from typing import Any
 import openai
 import pytest
 
-from black_box import MODEL, Mesh, until
+from black_box import Mesh, until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
+
+MESH = "double"
 
 NUM_STREAMS = 6
 MAX_TOKENS = 32
@@ -32,11 +34,11 @@ def _prompt(i: int) -> str:
     return f"Letter {i}. Dear friend, " + "today I walked along the river and saw many birds. " * (1 + i % 5)
 
 
-async def _stream(client: openai.AsyncOpenAI, prompt: str) -> str:
+async def _stream(client: openai.AsyncOpenAI, model: str, prompt: str) -> str:
     """The whole text. Raises openai.APIError where the mesh refuses, or ends the stream early."""
     text = ""
     stream = await client.completions.create(
-        model=MODEL,
+        model=model,
         prompt=prompt,
         temperature=0,
         max_tokens=MAX_TOKENS,
@@ -51,22 +53,22 @@ async def _stream(client: openai.AsyncOpenAI, prompt: str) -> str:
 class Load:
     """Streams without a pause, each compared with what it must say."""
 
-    def __init__(self, client: openai.AsyncOpenAI, expected: list[str]) -> None:
-        self._client, self._expected = client, expected
+    def __init__(self, client: openai.AsyncOpenAI, model: str, expected: list[str]) -> None:
+        self._client, self._model, self._expected = client, model, expected
         self.is_over = False
         self.num_streams = 0
 
     async def run(self, i: int) -> None:
         while not self.is_over:
-            assert await _stream(self._client, _prompt(i)) == self._expected[i]
+            assert await _stream(self._client, self._model, _prompt(i)) == self._expected[i]
             self.num_streams += 1
 
 
 @asynccontextmanager
 async def load_on(mesh: Mesh) -> AsyncIterator[Load]:
     client = mesh.async_client()
-    expected = await asyncio.gather(*(_stream(client, _prompt(i)) for i in range(NUM_STREAMS)))
-    load = Load(client, expected)
+    expected = await asyncio.gather(*(_stream(client, mesh.model, _prompt(i)) for i in range(NUM_STREAMS)))
+    load = Load(client, mesh.model, expected)
     async with asyncio.TaskGroup() as group:
         for i in range(NUM_STREAMS):
             group.create_task(load.run(i))
@@ -109,9 +111,8 @@ def idle_seconds(mesh: Mesh, name: str) -> list[float]:
     ("name", "role", "other"), [("prefill-1", "prefill", "decode"), ("decode-1", "decode", "both")]
 )
 async def test_a_worker_changes_its_role_and_comes_back_while_streams_run(
-    double_mesh: Mesh, name: str, role: str, other: str
+    mesh: Mesh, name: str, role: str, other: str
 ) -> None:
-    mesh = double_mesh
     async with load_on(mesh) as load:
         for becomes in (other, role):
             await asyncio.to_thread(change, mesh, name, becomes)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_model import tensor_shapes
 from safetensors.torch import save_file
 
 from libs.model.gguf_file import read_gguf
 from libs.model.gguf_tokenizer import build_gguf_tokenizer
 from libs.model.hf_config import read_hf_config
-from libs.model.random_model import tensor_shapes
 from libs.model.source import DEFAULT_MODEL, find_model
 
 NAME = "tiny"

@@ -3,9 +3,9 @@
 import os
 
 import torch
+from dense_reference import DenseCache, last_logits
 
 from libs.model.load import find_model, load_model
-from libs.model.reference import DenseCache, last_logits
 from libs.model.tokenizer import load_tokenizer
 
 MIN_GAP = 2e-4
