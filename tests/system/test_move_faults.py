@@ -51,7 +51,11 @@ class Row(NamedTuple):
     @property
     def needs_both(self) -> bool:
         """The move cannot go on without the victim."""
-        is_early = self.phase in (MigrationPhase.RESERVING, MigrationPhase.COPYING, MigrationPhase.CATCHING_UP)
+        is_early = self.phase in (
+            MigrationPhase.RESERVING,
+            MigrationPhase.COPYING,
+            MigrationPhase.CATCHING_UP,
+        )
         return is_early and self.victim in (self.home, self.host)
 
 
@@ -124,7 +128,10 @@ class Killing:
 
     def _look(self) -> None:
         if self.move_id in self._entered and not self.is_done.is_set():
-            if self._row.phase in (MigrationPhase.SWITCHING, MigrationPhase.RELEASING) and not self._is_frozen:
+            if (
+                self._row.phase in (MigrationPhase.SWITCHING, MigrationPhase.RELEASING)
+                and not self._is_frozen
+            ):
                 self.freeze()
             os.kill(self._victim, signal.SIGKILL)
             self.is_done.set()
