@@ -1,11 +1,14 @@
 """Calls that nobody answers wait where too much is unsent, by the wait that lets hosted work go on."""
 
+import numpy as np
 import torch
 
 from libs.engine.forward.remote_kv import Hosts
 from libs.engine.hosting.calls import HostedCall, MoveBlocks, Settle
 from libs.engine.hosting.port import Answer, HostLost
 from libs.engine.meter import Meter
+
+NOTHING_MOVED = MoveBlocks(np.empty((2, 0), dtype=np.int64))
 
 
 class Full:
@@ -31,7 +34,7 @@ def test_a_call_without_an_answer_waits_for_room_as_for_any_answer() -> None:
 
     hosts, host = Hosts(wait, Meter()), Full()
     hosts.add(host)
-    assert hosts.call("host", MoveBlocks()).is_done
+    assert hosts.call("host", NOTHING_MOVED).is_done
     assert waited == host.answers
     assert not hosts.call("host", Settle()).is_done
     assert len(waited) == 1
@@ -44,4 +47,4 @@ def test_a_host_lost_while_room_is_waited_for_is_told_by_the_next_answer() -> No
 
     hosts = Hosts(wait, Meter())
     hosts.add(Full())
-    assert hosts.call("host", MoveBlocks()).is_done
+    assert hosts.call("host", NOTHING_MOVED).is_done
