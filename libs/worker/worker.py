@@ -7,10 +7,9 @@ from contextlib import AsyncExitStack
 from typing import NoReturn
 
 import msgspec
-import structlog
 
 from libs.bus.messages.generation import Abort, Prefill, Queued, Refused, Reserve, Reserved
-from libs.bus.messages.migration import ChangeRole, DenialReason, MigrationDenied, RoleAccepted
+from libs.bus.messages.migration import ChangeRole
 from libs.bus.messages.presence import Presence, ServiceKind, ServiceState
 from libs.cost.load import WorkerLoad
 from libs.engine.engine import Engine
@@ -35,6 +34,7 @@ from libs.worker.prefill.block_queue import BlockQueue
 from libs.worker.prefill.kv_senders import KvSenders
 from libs.worker.prefill.prefill_requests import PrefillRequests
 from libs.worker.prefill.prompt_runs import PromptRuns
+from libs.worker.role_changes import RoleChanges
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import (
     block_shape_of,
@@ -56,8 +56,6 @@ _KINDS = {
 }
 """What others see; of `both` they see `runs_prompts` besides."""
 
-log = structlog.get_logger()
-
 
 class Worker:
     """The service. `open_model`, `open_transport` and `clock` (unix seconds) are what a test replaces."""
@@ -75,8 +73,6 @@ class Worker:
         self._role = Role(settings.role)
         self._roster, self._admission = Roster(), Admission(clock)
         self._closing = AsyncExitStack()
-        self._changing: asyncio.Task[None] | None = None
-        """The change of role that is under way."""
 
     async def open(self, runtime: Runtime) -> None:
         """Load the model, start the engine, listen for requests and for prefill workers."""
@@ -122,10 +118,9 @@ class Worker:
     async def drain(self) -> None:
         """Take no requests; return when the last one has ended and its tokens are sent, and modules of others
         are home again."""
-        if self._changing is not None:
-            self._changing.cancel()
+        self._role_changes.cancel()
         self._admission.draining = "this worker is shutting down"
-        await self.modules.drain(self._work_ended())
+        await self.modules.drain(self._requests_ended())
         await self._tokens.wait_sent()
 
     async def close(self) -> None:
@@ -214,6 +209,9 @@ class Worker:
             self._roster,
             open_transport=lambda: self._open_transport(settings, runtime),
         )
+        self._role_changes = RoleChanges(
+            runtime, self._admission, self._answers_sent, self._enter_role, self._role
+        )
         watch_worker(
             runtime.registry,
             engine,
@@ -238,7 +236,7 @@ class Worker:
             await bus.serve(Prefill, self._on_prefill, at=at),
             await bus.serve(Reserve, self._on_reserve, at=at),
             await bus.subscribe(Abort, self._on_abort, at=at),
-            await bus.serve(ChangeRole, self._on_change_role, at=at),
+            await bus.serve(ChangeRole, self._role_changes.order, at=at),
         ):
             self._closing.push_async_callback(subscription.close)
 
@@ -261,9 +259,13 @@ class Worker:
     def _num_held(self) -> int:
         return len(self._prefill) + len(self.decode.sequences)
 
-    async def _work_ended(self) -> None:
+    async def _requests_ended(self) -> None:
         await self._prefill.wait_empty()
         await self.decode.wait_empty()
+
+    async def _answers_sent(self) -> None:
+        await self._requests_ended()
+        await self._tokens.wait_sent()
 
     def _on_failed(self, failure: SequenceFailed) -> None:
         self._prefill.on_failed(failure)
@@ -342,57 +344,12 @@ class Worker:
             num_seats=num_sequences if generates else settings.max_waiting,
         )
 
-    async def _on_change_role(self, order: ChangeRole) -> RoleAccepted | MigrationDenied:
-        denied = self._role_denial(order.role)
-        if denied is not None:
-            log.info("role_change_denied", role=order.role.value, detail=denied.detail)
-            return denied
-        if order.role is not self._role and self._changing is None:
-            self._changing = self._runtime.spawn("change-role", self._change_role(order.role))
-            self._changing.add_done_callback(self._role_changed)
-        return RoleAccepted(role=order.role)
-
-    def _role_denial(self, role: Role) -> MigrationDenied | None:
-        presence = self._runtime.presence
-        busy_with = f": {presence.detail}" if presence.detail else ""
-        if self._changing is not None:
-            if presence.detail == _becoming(role):
-                return None
-            return MigrationDenied(
-                reason=DenialReason.BUSY, detail=f"{presence.name} is {presence.detail} already"
-            )
-        if presence.state is ServiceState.STARTING:
-            detail = f"{presence.name} is still starting{busy_with}; order it again when it is ready"
-            return MigrationDenied(reason=DenialReason.NOT_READY, detail=detail)
-        if presence.state is ServiceState.DRAINING:
-            detail = f"{presence.name} is about to end{busy_with}"
-            return MigrationDenied(reason=DenialReason.DRAINING, detail=detail)
-        return None
-
-    async def _change_role(self, role: Role) -> None:
-        """End the work in progress, then take other work. Modules stay where they are, on both sides."""
-        log.info("role_change_begun", role=role.value)
-        self._admission.draining = f"this worker is {_becoming(role)}"
-        self._runtime.become(ServiceState.DRAINING, _becoming(role))
-        await self._work_ended()
-        ended_at = time.monotonic()
-        await self._tokens.wait_sent()
+    def _enter_role(self, role: Role) -> None:
         self._role = role
         self._metrics.role_changes.inc()
         self._describe_role()
         self._use_stores()
         self._connect_decode_workers(tuple(self._roster.all()))
-        self._admission.draining = ""
-        self._runtime.become(ServiceState.READY)
-        self._runtime.load_changed()
-        log.info("role_changed", role=role.value, idle_seconds=round(time.monotonic() - ended_at, 3))
-
-    def _role_changed(self, _: "asyncio.Task[None]") -> None:
-        self._changing = None
-
-
-def _becoming(role: Role) -> str:
-    return "changing its role to " + role.value
 
 
 def _refused_by_role(what: str) -> Refused:
