@@ -160,7 +160,7 @@ class Worker:
             engine,
             blocks,
             access.prefixes,
-            access.puts,
+            access.uploads,
             runtime.spawn,
             block_size=settings.block_size,
         )

@@ -31,8 +31,8 @@ from libs.transport.frames import Fetch, Fetched, decode_header, encode_header
 from libs.transport.memory import Bytes
 from libs.transport.port import Link
 from libs.worker.stores.metrics import StoreMetrics
-from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.store_link import FetchResult, StoreLink
+from libs.worker.stores.upload_part import UploadPart
 from tests.bench.figures import Figure, Say
 from tests.bench.link_peer import DEADLINE_SECONDS, SECRET, SINK, TELL
 from tests.bench.links import other_process
@@ -128,7 +128,7 @@ async def _put_round(worker: StoreLink, blocks: torch.Tensor) -> tuple[float, li
     names = [os.urandom(NAME_BYTES) for _ in range(PUT_BLOCKS * PUTS_PER_ROUND)]
     begun = time.perf_counter()
     for first in range(0, len(names), PUT_BLOCKS):
-        part = PutPart(
+        part = UploadPart(
             names=names[first : first + PUT_BLOCKS],
             parent=names[first - 1] if first else b"",
             take_layers=lambda layers: blocks[: len(layers) * PUT_BLOCKS],

@@ -14,7 +14,7 @@ from workers_reference import Reference
 
 from libs.transport.frames import Fetched, FetchMissed, FrameHeader, PutLayer
 from libs.transport.port import Bytes
-from libs.worker.stores import trust
+from libs.worker.stores import circuit_breaker
 
 NUM_PROMPTS, NUM_AT_ONCE = 90, 8
 MAX_TOKENS = 12
@@ -33,8 +33,8 @@ async def mesh() -> AsyncIterator[WorkersMesh]:
 @pytest.fixture(autouse=True)
 def little_is_held_against_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that failed is asked again by the next prompts, or few would ever come to a rough fetch."""
-    monkeypatch.setattr(trust, "FIRST_PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(trust, "LONGEST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(circuit_breaker, "FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(circuit_breaker, "LONGEST_PAUSE_SECONDS", 0.02)
 
 
 class Rough:

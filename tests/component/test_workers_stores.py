@@ -20,7 +20,7 @@ from libs.kv.access_trace import hash_ids, read_requests
 from libs.kv.runs import runs_by_store
 from libs.transport.frames import Fetched, FrameHeader
 from libs.transport.port import Bytes
-from libs.worker.stores import trust
+from libs.worker.stores import circuit_breaker
 from libs.worker.stores.stores import PromptAsked
 
 STORES = ("store-0", "store-1")
@@ -179,7 +179,7 @@ async def silent_store(mesh: WorkersMesh, name: str) -> list[FindPrefix]:
 async def test_a_store_that_does_not_answer_is_asked_once_and_then_left_alone_for_a_while(
     mesh: WorkersMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trust, "FIRST_PAUSE_SECONDS", trust.LONGEST_PAUSE_SECONDS)
+    monkeypatch.setattr(circuit_breaker, "FIRST_PAUSE_SECONDS", circuit_breaker.LONGEST_PAUSE_SECONDS)
     asked = await silent_store(mesh, "store-1")
     gateway, prefill = await mesh.gateway(), await mesh.prefill(store_find_timeout_seconds=0.1)
     decode = await mesh.decode()

@@ -15,10 +15,10 @@ from libs.kv.runs import runs_of
 from libs.request.generation import Generation, pack_token_ids
 from libs.request.sampling import SamplingParams
 from libs.worker.settings import WorkerSettings
-from libs.worker.stores.found import Found, RunFound
+from libs.worker.stores.kv_uploads import KvUploads
 from libs.worker.stores.metrics import StoreMetrics
+from libs.worker.stores.prefix_lookup import PrefixLookup, RunLookup
 from libs.worker.stores.prefixes import Prefix, Prefixes
-from libs.worker.stores.puts import Puts
 from libs.worker.stores.stores import PromptAsked
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 64
@@ -48,8 +48,8 @@ def prompt(salt: str = "", last: int = 1, length: int = LENGTH) -> Generation:
 
 
 def held(prefix: Prefix, num_blocks: int = NUM_BLOCKS) -> Prefix:
-    runs = (RunFound(run, "a", len(run), len(run)) for run in runs_of(num_blocks))
-    prefix.found = Found(tuple(runs))
+    runs = (RunLookup(run, "a", len(run), len(run)) for run in runs_of(num_blocks))
+    prefix.found = PrefixLookup(tuple(runs))
     return prefix
 
 
@@ -101,9 +101,9 @@ async def test_stores_learn_the_tenants_name_and_nothing_of_its_salt() -> None:
     some = prefixes(FAST)
     asked: list[PromptAsked] = []
 
-    async def find(names: object, who: PromptAsked, **_: object) -> Found:
+    async def find(names: object, who: PromptAsked, **_: object) -> PrefixLookup:
         asked.append(who)
-        return Found()
+        return PrefixLookup()
 
     some._stores.find = find  # type: ignore[method-assign,assignment]  # what it is told is all that counts
     await some.find(some.of(msgspec.structs.replace(prompt(salt="secret"), tenant="t1")))
@@ -118,9 +118,9 @@ async def test_what_is_on_its_way_to_a_store_is_not_put_again_and_what_was_dropp
         return tasks[-1]
 
     stores: Any = SimpleNamespace(num_layers=1, block_bytes=1 << 20)
-    puts = Puts(stores, spawn, metrics(), max_mib=10)
+    puts = KvUploads(stores, spawn, metrics(), max_mib=10)
     names = [bytes([n]) * 16 for n in range(8)]
-    lacking = Found((RunFound(range(8), "a", 2, 2),))
+    lacking = PrefixLookup((RunLookup(range(8), "a", 2, 2),))
     put = puts.begin(names, lacking, "r")
     assert put is not None
     assert puts.num_kept_bytes == 6 << 20

@@ -15,8 +15,8 @@ from libs.kv.tensors import BlockShape
 from libs.transport.frames import PutLayer, PutNames, decode_header
 from libs.transport.port import LinkLost
 from libs.worker.stores.metrics import StoreMetrics
-from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.store_link import PUT_FRAMES_IN_FLIGHT, StoreLink
+from libs.worker.stores.upload_part import UploadPart
 
 NUM_LAYERS, NUM_BLOCKS = 10, 3
 SHAPE = BlockShape(num_kv_heads=1, block_size=2, head_dim=4, dtype=torch.float32)
@@ -68,7 +68,7 @@ def begin(link: HeldLink, taken: list[int]) -> "asyncio.Task[None]":
         CollectorRegistry(), Counter("bytes", "B.", ["direction"], registry=CollectorRegistry())
     )
     store_link = StoreLink(link, SHAPE, NUM_LAYERS, metrics, send_timeout_seconds=1.0)  # type: ignore[arg-type]  # all that is used
-    part = PutPart(names=[bytes([n]) * 16 for n in range(NUM_BLOCKS)], parent=b"", take_layers=take_layers)
+    part = UploadPart(names=[bytes([n]) * 16 for n in range(NUM_BLOCKS)], parent=b"", take_layers=take_layers)
     return asyncio.create_task(store_link.put(part))
 
 

@@ -20,8 +20,8 @@ from libs.engine.errors import EngineError
 from libs.kv.names import block_names
 from libs.request.generation import num_tokens
 from libs.worker.decode.sequences import HeldSequence
-from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.stores import PromptAsked, Stores
+from libs.worker.stores.upload_part import UploadPart
 
 MAX_WAITING = 256
 """Finished sequences that wait; their blocks lie in the pool as long as nobody needs the room."""
@@ -84,7 +84,7 @@ class FinishedKvUploads:
             if not len(read):
                 return
             is_last = first + len(read) == len(names)
-            part = PutPart(
+            part = UploadPart(
                 names=wanted[: len(read)],
                 parent=names[first - 1] if first else b"",
                 take_layers=_LayersOf(read),

@@ -104,8 +104,8 @@ class PrefillRequests:
         if prompt is None or prompt.sender is None or not prompt.sender.is_open:
             self._engine.release_layer(output)
             return
-        if prompt.put is not None:
-            prompt.put.collect(output)
+        if prompt.upload is not None:
+            prompt.upload.collect(output)
         prompt.sender.put_layer(prompt, output)
 
     def on_prompt_done(self, output: TokenOutput) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from libs.request.generation import Generation, num_tokens
 from libs.request.outcome import FailureReason
-from libs.worker.stores.collected_put import CollectedPut
 from libs.worker.stores.prefixes import Prefix
+from libs.worker.stores.upload_buffer import UploadBuffer
 
 
 class PromptFailed(Exception):
@@ -33,7 +33,7 @@ class Prompt:
     """What the KV stores have of it."""
     finding: "asyncio.Task[None] | None" = None
     """Asks them."""
-    put: CollectedPut | None = None
+    upload: UploadBuffer | None = None
     """Collects its new blocks for them."""
     is_begun: bool = False
     """The engine counts it in its load."""
@@ -73,5 +73,5 @@ class Prompt:
 
     def restart(self) -> None:
         """It is computed again from what is in the pool."""
-        if self.put is not None:
-            self.put.restart()
+        if self.upload is not None:
+            self.upload.restart()

@@ -9,8 +9,8 @@ from libs.runtime.runtime import Spawn
 from libs.worker.prefill.block_queue import BlockQueue
 from libs.worker.prefill.prompt import Prompt
 from libs.worker.prefill.waiting_work import WaitingWork
+from libs.worker.stores.kv_uploads import KvUploads
 from libs.worker.stores.prefixes import Prefix, Prefixes
-from libs.worker.stores.puts import Puts
 from libs.worker.stores.store_link import FetchResult
 
 MAX_WAITS = 3
@@ -25,12 +25,12 @@ class PromptRuns:
         engine: Engine,
         blocks: BlockQueue,
         prefixes: Prefixes,
-        puts: Puts,
+        uploads: KvUploads,
         spawn: Spawn,
         *,
         block_size: int,
     ) -> None:
-        self._engine, self._blocks, self._prefixes, self._puts = engine, blocks, prefixes, puts
+        self._engine, self._blocks, self._prefixes, self._uploads = engine, blocks, prefixes, uploads
         self._spawn, self._block_size = spawn, block_size
         self._prompts: dict[Prompt, None] = {}
 
@@ -48,9 +48,9 @@ class PromptRuns:
         self._prompts.pop(prompt, None)
         if prompt.finding is not None:
             prompt.finding.cancel()
-        if prompt.put is not None:
-            self._puts.end(prompt.put)
-            prompt.put = None
+        if prompt.upload is not None:
+            self._uploads.end(prompt.upload)
+            prompt.upload = None
 
     def waiting_work(self) -> WaitingWork:
         """Of prompts that the engine does not know of yet."""
@@ -86,7 +86,7 @@ class PromptRuns:
         if prompt.prefix is not None and plan is not None:
             self._prefixes.count(prompt.prefix, num_here, plan)
             if prompt.hands_over:
-                self._begin_put(prompt, prompt.prefix)
+                self._begin_upload(prompt, prompt.prefix)
         return num_here, plan
 
     async def _start_over(self, prompt: Prompt) -> None:
@@ -127,11 +127,11 @@ class PromptRuns:
         await finding
         return await self._prefixes.plan(prefix, num_here)
 
-    def _begin_put(self, prompt: Prompt, prefix: Prefix) -> None:
-        prompt.put = self._puts.begin(prefix.names, prefix.found, prompt.request_id)
-        if prompt.put is not None:
+    def _begin_upload(self, prompt: Prompt, prefix: Prefix) -> None:
+        prompt.upload = self._uploads.begin(prefix.names, prefix.found, prompt.request_id)
+        if prompt.upload is not None:
             # Stores want blocks that the decode instance has; they come this way or not at all.
-            prompt.first_block = min(prompt.first_block, prompt.put.blocks.start)
+            prompt.first_block = min(prompt.first_block, prompt.upload.blocks.start)
 
     async def _fetch(self, prompt: Prompt, prefix: Prefix, num_here: int, plan: FetchPlan) -> bool:
         """Begin it and fetch, both at once: a busy engine takes KV before it begins. Returns whether it has,

@@ -13,10 +13,10 @@ from libs.kv.tensors import BlockShape
 from libs.runtime.runtime import Spawn
 from libs.transport.link_pool import LinkPool
 from libs.transport.port import LinkError, LinkLost, Transport
+from libs.worker.stores.circuit_breaker import CircuitBreaker
 from libs.worker.stores.metrics import StoreMetrics
-from libs.worker.stores.put_part import PutPart
 from libs.worker.stores.store_link import FetchResult, StoreLink, WriteBlocks
-from libs.worker.stores.trust import Trust
+from libs.worker.stores.upload_part import UploadPart
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ class StorePeer:
         self._shape, self._num_layers = shape, num_layers
         self._timeout_seconds = timeout_seconds
         """For a Link to be made, and for a frame of a put to be taken."""
-        self._trust = Trust()
+        self._circuit = CircuitBreaker()
         self._has_left = False
 
     @property
@@ -53,7 +53,7 @@ class StorePeer:
 
     def meet(self) -> None:
         """Make the Link in the background, before the first prefix needs it."""
-        if not self._links.is_connecting(self._incarnation) and self._trust.is_due(time.monotonic()):
+        if not self._links.is_connecting(self._incarnation) and self._circuit.is_due(time.monotonic()):
             self._spawn("meet-store", self._meet())
 
     def leave(self) -> None:
@@ -63,7 +63,7 @@ class StorePeer:
 
     async def find(self, question: FindPrefix, *, timeout_seconds: float) -> PrefixHeld | None:
         """None: it did not answer, or did not for too long to be asked."""
-        if not self._trust.is_due(time.monotonic()):
+        if not self._circuit.is_due(time.monotonic()):
             return None
         try:
             answer = await self._bus.request(question, to=self._incarnation, timeout_seconds=timeout_seconds)
@@ -73,9 +73,9 @@ class StorePeer:
             return None
         except BusError as error:
             log.info("store_not_asked", store=self.presence.name, reason=str(error))
-            self._trust.failed(time.monotonic())
+            self._circuit.failed(time.monotonic())
             return None
-        self._trust.succeeded()
+        self._circuit.succeeded()
         return answer
 
     async def fetch(
@@ -87,19 +87,19 @@ class StorePeer:
             return FetchResult.FAILED, 0.0
         result, seconds = await link.fetch(names, segments, write, timeout_seconds=timeout_seconds)
         if result is FetchResult.FAILED:
-            self._trust.failed(time.monotonic())
+            self._circuit.failed(time.monotonic())
         if result is FetchResult.CORRUPT:
             self._spawn("doubt-blocks", self._doubt(names))
         return result, seconds
 
-    async def put(self, part: PutPart) -> bool:
+    async def put(self, part: UploadPart) -> bool:
         """Whether it was sent; puts of one store go one after the other."""
-        if not self.is_connected and not self._trust.is_due(time.monotonic()):
+        if not self.is_connected and not self._circuit.is_due(time.monotonic()):
             return False
         try:
             await (await self._connected()).put(part)
         except LinkError as error:
-            self._trust.failed(time.monotonic())
+            self._circuit.failed(time.monotonic())
             log.info("blocks_not_put", store=self.presence.name, reason=str(error))
             return False
         return True
@@ -115,7 +115,7 @@ class StorePeer:
         try:
             await self._connected()
         except LinkError as error:
-            self._trust.failed(time.monotonic())
+            self._circuit.failed(time.monotonic())
             log.info("store_not_reached", store=self.presence.name, reason=str(error))
 
     async def _connected(self) -> StoreLink:

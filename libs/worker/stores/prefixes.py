@@ -18,8 +18,8 @@ from libs.engine.engine import Engine
 from libs.kv.names import block_names
 from libs.request.generation import Generation, num_tokens
 from libs.worker.settings import WorkerSettings
-from libs.worker.stores.found import Found
 from libs.worker.stores.metrics import StoreMetrics
+from libs.worker.stores.prefix_lookup import PrefixLookup
 from libs.worker.stores.store_link import FetchResult
 from libs.worker.stores.stores import PromptAsked, Stores
 
@@ -38,7 +38,7 @@ class Prefix:
     names: list[bytes]
     num_findable: int
     """Blocks that need not be computed: all but the one with the last token."""
-    found: Found = field(default_factory=Found)
+    found: PrefixLookup = field(default_factory=PrefixLookup)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +159,7 @@ class Prefixes:
     def _must_fetch(self) -> bool:
         return self._settings.store_fetch_when == "always"
 
-    def _is_hidden(self, found: Found, wanted: range) -> bool:
+    def _is_hidden(self, found: PrefixLookup, wanted: range) -> bool:
         """Whether these would be here before the engine has done what it has to do before."""
         block_bytes = self._stores.block_bytes
         seconds = fetch_seconds(

@@ -8,9 +8,9 @@ from libs.runtime.runtime import Runtime
 from libs.transport.port import Transport
 from libs.worker.settings import WorkerSettings
 from libs.worker.startup import block_shape_of
+from libs.worker.stores.kv_uploads import KvUploads
 from libs.worker.stores.metrics import StoreMetrics
 from libs.worker.stores.prefixes import Prefixes
-from libs.worker.stores.puts import Puts
 from libs.worker.stores.stores import Stores
 
 
@@ -37,4 +37,4 @@ class StoreAccess:
             model.config.num_layers,
         )
         self.prefixes = Prefixes(self.stores, metrics, settings, fingerprint=model.fingerprint, engine=engine)
-        self.puts = Puts(self.stores, runtime.spawn, metrics, max_mib=settings.store_put_mib)
+        self.uploads = KvUploads(self.stores, runtime.spawn, metrics, max_mib=settings.store_put_mib)

@@ -29,7 +29,7 @@ from libs.transport.frames import (
 from libs.transport.link_pool import LinkRequests
 from libs.transport.port import Link, LinkError, LinkLost, Received
 from libs.worker.stores.metrics import StoreMetrics
-from libs.worker.stores.put_part import PutPart
+from libs.worker.stores.upload_part import UploadPart
 
 WriteBlocks = Callable[[int, int, torch.Tensor], Awaitable[bool]]
 """Layer, first block of the prompt, and blocks from there on. Returns when their memory is no longer needed;
@@ -131,7 +131,7 @@ class StoreLink:
             fetching.end(FetchResult.FAILED)
             self._fetching.take(fetch_id)
 
-    async def put(self, part: PutPart) -> None:
+    async def put(self, part: UploadPart) -> None:
         """Send blocks, after those that were put before. Raises LinkError."""
         async with self._putting:
             put_id = next(self._put_ids)
@@ -152,7 +152,7 @@ class StoreLink:
                 if isinstance(result, BaseException):
                     raise result
 
-    async def _put_layers(self, part: PutPart, put_id: int, groups: Iterator[range]) -> None:
+    async def _put_layers(self, part: UploadPart, put_id: int, groups: Iterator[range]) -> None:
         """Send what comes next of the groups, until nothing is left or the Link is lost."""
         for layers in groups:
             body = bytes_of(part.take_layers(layers))

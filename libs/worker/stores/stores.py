@@ -17,12 +17,12 @@ from libs.runtime.runtime import Spawn
 from libs.transport.link_pool import LinkPool
 from libs.transport.port import Transport
 from libs.worker.settings import WorkerSettings
-from libs.worker.stores.found import Found, RunFound, runs_found
 from libs.worker.stores.metrics import StoreMetrics
+from libs.worker.stores.parallel_fetch import until_useless
 from libs.worker.stores.peer import StorePeer
-from libs.worker.stores.put_part import PutPart
-from libs.worker.stores.side_by_side import until_useless
+from libs.worker.stores.prefix_lookup import PrefixLookup, RunLookup, run_lookups
 from libs.worker.stores.store_link import FetchResult, StoreLink, WriteBlocks
+from libs.worker.stores.upload_part import UploadPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Stores:
         *,
         lease: bool = True,
         timeout_seconds: float = math.inf,
-    ) -> Found:
+    ) -> PrefixLookup:
         """How much of this prompt is held where; the stores concerned are asked at once, and bring what is on
         disk into memory. Never raises for a store's sake, and never takes longer than the timeout."""
         timeout_seconds = min(timeout_seconds, self._settings.store_find_timeout_seconds)
@@ -106,12 +106,12 @@ class Stores:
         answers = await asyncio.gather(*asking)
         runs = sorted((run for own, _ in answers for run in own), key=lambda run: run.blocks.start)
         leases = [lease_seconds for _, lease_seconds in answers if lease_seconds is not None]
-        return Found(tuple(runs), time.monotonic(), min(leases, default=0.0))
+        return PrefixLookup(tuple(runs), time.monotonic(), min(leases, default=0.0))
 
     async def fetch(
         self,
         names: Sequence[bytes],
-        found: Found,
+        found: PrefixLookup,
         blocks: range,
         write: WriteBlocks,
         *,
@@ -139,7 +139,7 @@ class Stores:
         self._measure(found, blocks, max(seconds for _, seconds in results.values()), num_sharing)
         return FetchResult.HIT
 
-    async def put(self, store: str, part: PutPart) -> bool:
+    async def put(self, store: str, part: UploadPart) -> bool:
         """Whether these blocks were sent to the store of this name."""
         peer = self._peers.get(store)
         is_sent = peer is not None and await peer.put(part)
@@ -154,7 +154,7 @@ class Stores:
         asked: PromptAsked,
         lease: bool,
         timeout_seconds: float,
-    ) -> tuple[list[RunFound], float | None]:
+    ) -> tuple[list[RunLookup], float | None]:
         question = FindPrefix(
             names=b"".join(name for run in runs for name in names[run.start : run.stop]),
             run_lengths=tuple(map(len, runs)),
@@ -166,7 +166,7 @@ class Stores:
         )
         peer = self._peers.get(store)  # It may have left since it was chosen.
         answer = await peer.find(question, timeout_seconds=timeout_seconds) if peer is not None else None
-        return runs_found(store, runs, answer), answer.lease_seconds if answer is not None else None
+        return run_lookups(store, runs, answer), answer.lease_seconds if answer is not None else None
 
     async def _fetch_from(
         self,
@@ -183,7 +183,7 @@ class Stores:
         timeout = min(timeout_seconds, self._settings.store_fetch_timeout_seconds)
         return await peer.fetch(wanted, segments, write, timeout_seconds=timeout)
 
-    def _measure(self, found: Found, blocks: range, seconds: float, num_sharing: int) -> None:
+    def _measure(self, found: PrefixLookup, blocks: range, seconds: float, num_sharing: int) -> None:
         num_disk = found.num_on_disk(blocks)
         self._metrics.fetch_seconds.observe(seconds)
         self._metrics.fetched_blocks.labels("disk").inc(num_disk)

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from libs.engine.outputs import LayerOutput
 from libs.kv.runs import RUN_BLOCKS, runs_of
-from libs.worker.stores.collected_put import CollectedPut
-from libs.worker.stores.found import Found, RunFound
+from libs.worker.stores.prefix_lookup import PrefixLookup, RunLookup
+from libs.worker.stores.upload_buffer import UploadBuffer
 
 NUM_LAYERS = 2
 
@@ -22,9 +22,11 @@ def name(block: int) -> bytes:
     return block.to_bytes(16, "big")
 
 
-def put_of(num_full: int, held: list[int | None], stores: list[str]) -> CollectedPut:
-    runs = [RunFound(run, store, h) for run, h, store in zip(runs_of(num_full), held, stores, strict=True)]
-    return CollectedPut([name(n) for n in range(num_full)], Found(tuple(runs)), NUM_LAYERS, request_id="r")
+def put_of(num_full: int, held: list[int | None], stores: list[str]) -> UploadBuffer:
+    runs = [RunLookup(run, store, h) for run, h, store in zip(runs_of(num_full), held, stores, strict=True)]
+    return UploadBuffer(
+        [name(n) for n in range(num_full)], PrefixLookup(tuple(runs)), NUM_LAYERS, request_id="r"
+    )
 
 
 @given(st.data())

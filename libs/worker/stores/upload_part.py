@@ -10,7 +10,7 @@ TakeLayers = Callable[[range], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class PutPart:
+class UploadPart:
     """Consecutive blocks of a chain. `parent` is the name of the block before, empty at the chain's start."""
 
     names: Sequence[bytes]

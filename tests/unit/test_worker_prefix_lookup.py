@@ -7,19 +7,19 @@ from hypothesis import strategies as st
 
 from libs.bus.messages.store import PrefixHeld
 from libs.kv.runs import RUN_BLOCKS, runs_of
-from libs.worker.stores.found import Found, RunFound, runs_found
-from libs.worker.stores.side_by_side import until_useless
+from libs.worker.stores.circuit_breaker import LONGEST_PAUSE_SECONDS, CircuitBreaker
+from libs.worker.stores.parallel_fetch import until_useless
+from libs.worker.stores.prefix_lookup import PrefixLookup, RunLookup, run_lookups
 from libs.worker.stores.store_link import FetchResult
-from libs.worker.stores.trust import LONGEST_PAUSE_SECONDS, Trust
 
 
-def found_of(data: st.DataObject, num_blocks: int) -> Found:
-    runs: list[RunFound] = []
+def found_of(data: st.DataObject, num_blocks: int) -> PrefixLookup:
+    runs: list[RunLookup] = []
     for run in runs_of(num_blocks):
         held = data.draw(st.none() | st.integers(0, len(run)) | st.just(len(run)))
         in_memory = data.draw(st.integers(0, held or 0))
-        runs.append(RunFound(run, data.draw(st.sampled_from("abc")), held, in_memory))
-    return Found(tuple(runs))
+        runs.append(RunLookup(run, data.draw(st.sampled_from("abc")), held, in_memory))
+    return PrefixLookup(tuple(runs))
 
 
 @given(st.data(), st.integers(0, 5 * RUN_BLOCKS))
@@ -56,15 +56,15 @@ def test_an_answer_that_makes_no_sense_is_no_answer() -> None:
     runs = [range(32), range(64, 70)]
     for held, in_memory in (((32,), (32,)), ((33, 0), (0, 0)), ((-1, 0), (0, 0)), ((3, 6), (4, 0))):
         answer = PrefixHeld(num_blocks=held, num_in_memory=in_memory)
-        first = runs_found("a", runs, answer)[0]
+        first = run_lookups("a", runs, answer)[0]
         assert (first.num_held, list(first.missing)) == (None, [])
-    good = runs_found("a", runs, PrefixHeld(num_blocks=(32, 2), num_in_memory=(32, 1)))
+    good = run_lookups("a", runs, PrefixHeld(num_blocks=(32, 2), num_in_memory=(32, 1)))
     assert [list(run.missing) for run in good] == [[], [66, 67, 68, 69]]
-    assert not Found(tuple(runs_found("a", runs, None))).is_answered
+    assert not PrefixLookup(tuple(run_lookups("a", runs, None))).is_answered
 
 
 def test_a_store_is_left_alone_longer_after_each_failure_and_trusted_after_one_answer() -> None:
-    trust, now, pauses = Trust(), 0.0, list[float]()
+    trust, now, pauses = CircuitBreaker(), 0.0, list[float]()
     for _ in range(8):
         trust.failed(now)
         trust.failed(now)  # several that waited at once say nothing new

@@ -4,7 +4,7 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 5.0
 
 
-class Trust:
+class CircuitBreaker:
     """Each failure in a row doubles the pause, the first success ends it: a store that hangs costs one prompt
     a pause its short timeout, not every prompt."""
 

@@ -8,7 +8,7 @@ from libs.kv.runs import joined_runs
 
 
 @dataclass(frozen=True, slots=True)
-class RunFound:
+class RunLookup:
     """One run: its blocks, the store (by name) that keeps it, and how many of its first blocks that holds.
     `num_held` None: it did not say."""
 
@@ -24,10 +24,10 @@ class RunFound:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixLookup:
     """All runs of a prompt, in order. They are kept for `lease_seconds` from `at_seconds` (monotonic) on."""
 
-    runs: tuple[RunFound, ...] = ()
+    runs: tuple[RunLookup, ...] = ()
     at_seconds: float = 0.0
     lease_seconds: float = 0.0
 
@@ -79,14 +79,14 @@ class Found:
                 return
 
 
-def runs_found(store: str, runs: Sequence[range], answer: PrefixHeld | None) -> list[RunFound]:
+def run_lookups(store: str, runs: Sequence[range], answer: PrefixHeld | None) -> list[RunLookup]:
     """One store's answer about its runs; what is missing or makes no sense is taken as said by nobody."""
     if answer is None or not len(answer.num_blocks) == len(answer.num_in_memory) == len(runs):
-        return [RunFound(run, store) for run in runs]
-    found: list[RunFound] = []
+        return [RunLookup(run, store) for run in runs]
+    found: list[RunLookup] = []
     for run, num_held, num_in_memory in zip(runs, answer.num_blocks, answer.num_in_memory, strict=True):
         is_possible = 0 <= num_in_memory <= num_held <= len(run)
-        found.append(RunFound(run, store, num_held, num_in_memory) if is_possible else RunFound(run, store))
+        found.append(RunLookup(run, store, num_held, num_in_memory) if is_possible else RunLookup(run, store))
     return found
 
 

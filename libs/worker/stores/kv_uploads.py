@@ -1,4 +1,4 @@
-"""New blocks of prompts on their way to the stores: in the background, and bounded."""
+"""Uploads of new blocks of prompts to the KV stores: in the background, and bounded."""
 
 import asyncio
 import math
@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from libs.runtime.runtime import Spawn
-from libs.worker.stores.collected_put import CollectedPut
-from libs.worker.stores.found import Found, RunFound
 from libs.worker.stores.metrics import StoreMetrics
-from libs.worker.stores.put_part import PutPart
+from libs.worker.stores.prefix_lookup import PrefixLookup, RunLookup
 from libs.worker.stores.stores import Stores
+from libs.worker.stores.upload_buffer import UploadBuffer
+from libs.worker.stores.upload_part import UploadPart
 
 MIB = 1 << 20
 MAX_REMEMBERED = 4096
 """Runs sent lately: a prompt whose stores were asked before need not send them again."""
 
 
-class Puts:
+class KvUploads:
     """Beyond `max_mib` of KV kept, a prompt's blocks are not put."""
 
     def __init__(self, stores: Stores, spawn: Spawn, metrics: StoreMetrics, *, max_mib: int) -> None:
@@ -33,12 +33,12 @@ class Puts:
         """The last block of each run that was sent lately, and when."""
         metrics.num_put_bytes.set_function(lambda: self.num_kept_bytes)
 
-    def begin(self, names: Sequence[bytes], found: Found, request_id: str) -> CollectedPut | None:
+    def begin(self, names: Sequence[bytes], found: PrefixLookup, request_id: str) -> UploadBuffer | None:
         """Start to collect what stores lack of this prompt; None: that is nothing, or too much is kept."""
         found = replace(found, runs=tuple(self._without_what_others_put(names, found)))
         if not found.missing:
             return None
-        put = CollectedPut(names, found, self._stores.num_layers, request_id=request_id)
+        put = UploadBuffer(names, found, self._stores.num_layers, request_id=request_id)
         if self.num_kept_bytes + self._bytes_of(put) > self._max_bytes:
             self._metrics.puts.labels("dropped").inc(len(put.blocks))
             return None
@@ -46,7 +46,7 @@ class Puts:
         self._under_way.update(put.last_names)
         return put
 
-    def end(self, put: CollectedPut) -> None:
+    def end(self, put: UploadBuffer) -> None:
         """Nothing more will be collected: it is sent if it is complete."""
         if put.is_complete:
             # Not given back in the task: one that is cancelled before its first step never gets there.
@@ -56,31 +56,31 @@ class Puts:
             self._metrics.puts.labels("dropped").inc(len(put.blocks))
             self._let_go(put)
 
-    async def _send(self, put: CollectedPut) -> None:
+    async def _send(self, put: UploadBuffer) -> None:
         """Stores side by side, the parts of one in order: parents first."""
-        by_store: dict[str, list[PutPart]] = {}
+        by_store: dict[str, list[UploadPart]] = {}
         for store, part in put.parts():
             by_store.setdefault(store, []).append(part)
         await asyncio.gather(*(self._send_all(store, parts) for store, parts in by_store.items()))
 
-    async def _send_all(self, store: str, parts: list[PutPart]) -> None:
+    async def _send_all(self, store: str, parts: list[UploadPart]) -> None:
         for part in parts:
             if await self._stores.put(store, part):
                 self._sent_at[part.names[-1]] = time.monotonic()
                 while len(self._sent_at) > MAX_REMEMBERED:
                     self._sent_at.popitem(last=False)
 
-    def _without_what_others_put(self, names: Sequence[bytes], found: Found) -> Iterator[RunFound]:
+    def _without_what_others_put(self, names: Sequence[bytes], found: PrefixLookup) -> Iterator[RunLookup]:
         """Of prompts that begin alike, one puts what they share."""
         for run in found.runs:
             last = names[run.missing[-1]] if run.missing else b""
             is_put = last in self._under_way or self._sent_at.get(last, -math.inf) >= found.at_seconds
             yield replace(run, num_held=len(run.blocks)) if is_put else run
 
-    def _let_go(self, put: CollectedPut) -> None:
+    def _let_go(self, put: UploadBuffer) -> None:
         self.num_kept_bytes -= self._bytes_of(put)
         self._under_way.subtract(put.last_names)
         self._under_way += Counter()  # drops those at zero
 
-    def _bytes_of(self, put: CollectedPut) -> int:
+    def _bytes_of(self, put: UploadBuffer) -> int:
         return len(put.blocks) * self._stores.block_bytes

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import torch
 
 from libs.engine.outputs import LayerOutput
-from libs.worker.stores.found import Found
-from libs.worker.stores.put_part import PutPart
+from libs.worker.stores.prefix_lookup import PrefixLookup
+from libs.worker.stores.upload_part import UploadPart
 
 
-class CollectedPut:
+class UploadBuffer:
     """Blocks of a prompt named `names` that stores lack: from the first such to the last. Keeps tensors,
     copies none."""
 
     def __init__(
-        self, names: Sequence[bytes], found: Found, num_layers: int, *, request_id: str = ""
+        self, names: Sequence[bytes], found: PrefixLookup, num_layers: int, *, request_id: str = ""
     ) -> None:
         """Something must be missing."""
         self.names, self._found, self._request_id = names, found, request_id
@@ -46,13 +46,13 @@ class CollectedPut:
             self._pieces[output.layer].append(output.blocks[first:end])
             self._num_blocks[output.layer] += end - first
 
-    def parts(self) -> list[tuple[str, PutPart]]:
+    def parts(self) -> list[tuple[str, UploadPart]]:
         """What goes to which store, by its name; run by run, so that a store needs little room at a time, in
         order of the chain."""
         return [(run.store, self._part(run.missing)) for run in self._found.runs if run.missing]
 
-    def _part(self, blocks: range) -> PutPart:
-        return PutPart(
+    def _part(self, blocks: range) -> UploadPart:
+        return UploadPart(
             names=self.names[blocks.start : blocks.stop],
             parent=self.names[blocks.start - 1] if blocks.start else b"",
             take_layers=lambda layers: self._layers_of(blocks, layers),
