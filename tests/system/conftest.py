@@ -41,7 +41,7 @@ def mesh(
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A real one. Where none is installed tests are skipped, or fail if $TESTS_REQUIRE is `browser`"""
+    """A real one. Where none is installed tests are skipped, or fail if $TESTS_REQUIRE is `browser`."""
     executable = find_chromium()
     if executable is None:
         ends = pytest.fail if os.environ.get("TESTS_REQUIRE") == "browser" else pytest.skip
