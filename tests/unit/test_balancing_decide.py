@@ -17,6 +17,8 @@ from libs.placement.module import ModuleKind
 from libs.placement.placement import check_module
 from libs.placement.role import Role
 
+pytestmark = pytest.mark.timeout(60)  # walks of hundreds of rounds, many times
+
 TASTE = BalancingSettings(max_moves=2)
 FLIPPING = BalancingSettings(flips_roles=True)
 
@@ -68,7 +70,7 @@ def test_whatever_the_load_a_move_keeps_its_promises(steps, seed):
     walk(Plant(TASTE, seed, noise=0.1, on_decision=check_decision), steps)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8)
 @given(WALKS, st.integers(0, 1000))
 def test_flips_leave_at_least_one_worker_of_each_role(steps, seed):
     plant = Plant(FLIPPING, seed, noise=0.05, num_prefill=3, num_decode=2, on_decision=check_decision)
@@ -76,7 +78,7 @@ def test_flips_leave_at_least_one_worker_of_each_role(steps, seed):
     assert {one.role for one in plant.devices.values()} == {Role.PREFILL, Role.DECODE}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5)
 @given(WALKS, st.integers(0, 1000))
 @example([(1, 0.5, 1.125, 55), (0, 1.0, 0.0, 4)], 0)  # two homes at one host, of which one works more
 def test_a_load_that_stays_the_same_settles(steps, seed):
@@ -88,7 +90,7 @@ def test_a_load_that_stays_the_same_settles(steps, seed):
     assert len(plant.decisions) == num_decisions
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5)
 @given(WALKS, st.integers(0, 1000))
 @example([(0, 0.5, 1.0, 4)], 125)  # layers that went with their weights go again without them
 def test_under_a_load_that_stays_the_same_nothing_goes_back_and_forth(steps, seed):

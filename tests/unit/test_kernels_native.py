@@ -10,6 +10,7 @@ import pytest
 
 from kernels.native.build import BuildFailed, build, build_key, find_compiler, loaded_openmp
 
+pytestmark = pytest.mark.timeout(120)  # child programs import torch and compile
 NEEDS_COMPILER = pytest.mark.skipif(sys.platform != "linux", reason="native kernels are for Linux")
 SMALL = 'extern "C" int kvmesh_answer() { return ANSWER; }\n'
 PROGRAM = """
