@@ -86,6 +86,7 @@ class Worker:
         # Before the engine: a step of it that waits for another worker ends with the Link.
         self._closing.push_async_callback(transport.close)
         self._compose(runtime, model, transport)
+        self._compose_operations(runtime, model, transport)
         await engine.start(
             EngineEvents(
                 on_tokens=self.decode.on_tokens,
@@ -200,12 +201,16 @@ class Worker:
             num_layers=model.config.num_layers,
             clock=self._clock,
         )
+
+    def _compose_operations(self, runtime: Runtime, model: Model, transport: Transport) -> None:
+        """What operators see and change: modules on other workers, the role, gauges."""
+        settings = self._settings
         self.modules = Modules(
             runtime,
             transport,
             settings,
             model,
-            engine,
+            self.engine,
             self._roster,
             open_transport=lambda: self._open_transport(settings, runtime),
         )
@@ -214,7 +219,7 @@ class Worker:
         )
         watch_worker(
             runtime.registry,
-            engine,
+            self.engine,
             self.load,
             num_held=self._num_held,
             num_links=lambda: transport.num_open_links() + self.modules.num_links,
