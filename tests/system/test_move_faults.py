@@ -122,8 +122,8 @@ class Killing:
         self._look()
 
     def hear(self, told: MigrationUpdate) -> None:
-        if told.move.phase is self._row.phase:
-            self._entered.add(told.move.move_id)
+        if told.record.phase is self._row.phase:
+            self._entered.add(told.record.move_id)
             self._look()
 
     def _look(self) -> None:
