@@ -30,6 +30,7 @@ class RoleChanges:
         self._runtime, self._admission = runtime, admission
         self._answers_sent, self._enter, self._role = answers_sent, enter, role
         self._changing: asyncio.Task[None] | None = None
+        self._next_role = role
 
     async def order(self, order: ChangeRole) -> RoleAccepted | MigrationDenied:
         """Begin it, if it has not that role already."""
@@ -38,6 +39,7 @@ class RoleChanges:
             log.info("role_change_denied", role=order.role.value, detail=denied.detail)
             return denied
         if order.role is not self._role and self._changing is None:
+            self._next_role = order.role
             self._changing = self._runtime.spawn("change-role", self._change(order.role))
             self._changing.add_done_callback(self._changed)
         return RoleAccepted(role=order.role)
@@ -51,9 +53,9 @@ class RoleChanges:
         presence = self._runtime.presence
         why = f": {presence.detail}" if presence.detail else ""
         if self._changing is not None:
-            if presence.detail == _becoming(role):
+            if self._next_role is role:
                 return None
-            detail = f"{presence.name} is {presence.detail} already"
+            detail = f"{presence.name} is {_becoming(self._next_role)} already"
             return MigrationDenied(reason=DenialReason.BUSY, detail=detail)
         if presence.state is ServiceState.STARTING:
             detail = f"{presence.name} is still starting{why}; order it again when it is ready"
