@@ -5,12 +5,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
-import openai
 import pytest
+from mesh_moves import load_on
 
 from black_box import Mesh, until
 
@@ -30,53 +29,14 @@ WORK = {
 }
 
 
-def _prompt(i: int) -> str:
-    return f"Letter {i}. Dear friend, " + "today I walked along the river and saw many birds. " * (1 + i % 5)
+def prompts() -> list[str]:
+    river = "today I walked along the river and saw many birds. "
+    return [f"Letter {i}. Dear friend, " + river * (1 + i % 5) for i in range(NUM_STREAMS)]
 
 
-async def _stream(client: openai.AsyncOpenAI, model: str, prompt: str) -> str:
-    """The whole text. Raises openai.APIError where the mesh refuses, or ends the stream early."""
-    text = ""
-    stream = await client.completions.create(
-        model=model,
-        prompt=prompt,
-        temperature=0,
-        max_tokens=MAX_TOKENS,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    async for chunk in stream:
-        text += chunk.choices[0].text
-    return text
-
-
-class Load:
-    """Streams without a pause, each compared with what it must say."""
-
-    def __init__(self, client: openai.AsyncOpenAI, model: str, expected: list[str]) -> None:
-        self._client, self._model, self._expected = client, model, expected
-        self.is_over = False
-        self.num_streams = 0
-
-    async def run(self, i: int) -> None:
-        while not self.is_over:
-            assert await _stream(self._client, self._model, _prompt(i)) == self._expected[i]
-            self.num_streams += 1
-
-
-@asynccontextmanager
-async def load_on(mesh: Mesh) -> AsyncIterator[Load]:
-    client = mesh.async_client()
-    expected = await asyncio.gather(*(_stream(client, mesh.model, _prompt(i)) for i in range(NUM_STREAMS)))
-    load = Load(client, mesh.model, expected)
-    async with asyncio.TaskGroup() as group:
-        for i in range(NUM_STREAMS):
-            group.create_task(load.run(i))
-        try:
-            yield load
-        finally:
-            load.is_over = True
-    await client.close()
+@pytest.fixture(scope="module")
+def expected(reference: Callable[[list[str], int], list[str]]) -> list[str]:
+    return reference(prompts(), MAX_TOKENS)
 
 
 def change(mesh: Mesh, name: str, role: str) -> dict[str, Any]:
@@ -111,9 +71,9 @@ def idle_seconds(mesh: Mesh, name: str) -> list[float]:
     ("name", "role", "other"), [("prefill-1", "prefill", "decode"), ("decode-1", "decode", "both")]
 )
 async def test_a_worker_changes_its_role_and_comes_back_while_streams_run(
-    mesh: Mesh, name: str, role: str, other: str
+    mesh: Mesh, expected: list[str], name: str, role: str, other: str
 ) -> None:
-    async with load_on(mesh) as load:
+    async with load_on(mesh, prompts(), expected, MAX_TOKENS, NUM_STREAMS) as load:
         for becomes in (other, role):
             await asyncio.to_thread(change, mesh, name, becomes)
             stem = WORK[becomes]
@@ -124,8 +84,9 @@ async def test_a_worker_changes_its_role_and_comes_back_while_streams_run(
                 timeout_seconds=CHANGE_TIMEOUT_SECONDS,
                 what=f"{name} is given work as {becomes}",
             )
-    print(f"{load.num_streams} streams, each with the right text")
-    assert load.num_streams >= NUM_STREAMS
+    print(f"{load.num_right} streams, each with the right text")
+    assert (load.refused, load.errors) == ([], [])
+    assert load.num_right >= NUM_STREAMS
     await asyncio.to_thread(mesh.wait_idle)
     assert mesh.metric_of(name, "kvmesh_role_flips_total") == 2
     idle = idle_seconds(mesh, name)
